@@ -32,8 +32,7 @@ from torch import Tensor
 from shardwise.asynchronous import messages
 from shardwise.asynchronous.wire import Stranger, Wire
 from shardwise.asynchronous.work import Contribution, State, Work
-from shardwise.comm.codecs import codec
-from shardwise.config.compression import Compression
+from shardwise.codecs import RowCodec
 from shardwise.mesh.sockets import listen
 from shardwise.resilience.channel import Credentials, NotOurs
 
@@ -62,10 +61,10 @@ class Shelf:
     """Of one server: the weights, and the gradients that were pushed; all flat, in the order of its
     slices."""
 
-    def __init__(self, slices: Slices, dtype: torch.dtype, compression: Compression | None = None) -> None:
+    def __init__(self, slices: Slices, dtype: torch.dtype, codec: RowCodec | None = None) -> None:
         """`compression`: how gradients are pushed; None: as they are."""
         self.slices, self.dtype = slices, dtype
-        self._codec = None if compression is None else codec(compression)
+        self._codec = codec
         self.numbers = sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
         self._lock = threading.Condition()
         self._version, self._weights = -1, torch.empty(0)
@@ -105,7 +104,7 @@ class Shelf:
         return (
             self.numbers * self.dtype.itemsize
             if self._codec is None
-            else self._codec.compression.wire_bytes(self.numbers)
+            else self._codec.wire_bytes(self.numbers)
         )
 
     def read(self, wire: Wire, portion: int) -> Tensor:

@@ -13,13 +13,15 @@ import typer
 
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.resilience.stopping import Stopped
+from shardwise.units import GIB
 
 if TYPE_CHECKING:
     from shardwise.cli.check_job import Crew
     from shardwise.config import Config
+    from shardwise.config.parameters import OwnParameters
     from shardwise.data import Dataset
     from shardwise.mesh import Node, Worker
-    from shardwise.plan import OwnParameters, Plan
+    from shardwise.plan import Plan
     from shardwise.resilience.team import Bounds
     from shardwise.train.planner import Planner
 
@@ -310,8 +312,9 @@ def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
     from shardwise.checkpoint import checkpoint_folder
+    from shardwise.config.dtypes import BYTES
     from shardwise.observe.files import check_room, check_run_files
-    from shardwise.plan.dtypes import BYTES, state_dtype
+    from shardwise.plan.dtypes import state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)
     check_run_files(Path(config.run.folder))
@@ -329,15 +332,16 @@ def _check_shared_memory(config: Config, plan: Plan) -> None:
     """Refuse weights and moments that do not fit, before the system ends some process for want of memory."""
     import psutil
 
+    from shardwise.config.dtypes import BYTES
     from shardwise.errors import UserError
-    from shardwise.plan.dtypes import BYTES, state_dtype
+    from shardwise.plan.dtypes import state_dtype
 
     needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's "
+            f"train.driver = 'hogwild': weights and moments take {needed / GIB:,.1f} GiB of this machine's "
             f"memory, of which "
-            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
+            f"{free / GIB:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
             f"server.servers"
         )
 

@@ -1,11 +1,13 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
+from shardwise.config.axes import AXES, MODEL_AXES, RANK_AXES, TOKEN_AXES
 from shardwise.config.check import (
     divisors,
     least_zero,
     needs_whole_momenta,
     problems_of_compression,
 )
+from shardwise.config.dtypes import Precision
 from shardwise.config.layout_rules import (
     BY_OPERATOR,
     borrowed,
@@ -26,7 +28,6 @@ from shardwise.config.presets import PRESETS
 from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
 from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
 from shardwise.config.schema import (
-    AXES,
     Checkpoint,
     ClusterSection,
     Config,
@@ -36,7 +37,6 @@ from shardwise.config.schema import (
     Local,
     Model,
     Observe,
-    Precision,
     Recompute,
     Recovery,
     Run,
@@ -48,8 +48,11 @@ from shardwise.config.write import to_toml
 __all__ = [
     "AXES",
     "BY_OPERATOR",
+    "MODEL_AXES",
     "PRESETS",
+    "RANK_AXES",
     "SCHEDULES",
+    "TOKEN_AXES",
     "Check",
     "Checkpoint",
     "ClusterSection",

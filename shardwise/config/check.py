@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, TypeVar
 
-from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
+from shardwise.codecs import parse_codec, weight_codecs
+from shardwise.config.compression import AUTO, SETTINGS, SumCompression
+from shardwise.config.parameters import count
 from shardwise.config.schema import (
     ClusterSection,
     Data,
@@ -148,20 +150,11 @@ def _window(model: Model) -> Iterator[str]:
 
 
 def _size(model: Model) -> Iterator[str]:
-    if (weights := _weights(model)) > MOST_WEIGHTS:
+    if (weights := count(model)) > MOST_WEIGHTS:
         yield (
             f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less "
             f"of another size"
         )
-
-
-def _weights(model: Model) -> int:
-    """About as many as the model has: its matrices."""
-    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
-    ffn = (model.experts + model.shared_experts) * model.expert_width if model.experts else model.ffn
-    return model.hidden * (
-        model.vocabulary + model.max_positions * (model.positions == "learned")
-    ) + model.layers * (model.hidden * (attention + 3 * ffn))
 
 
 def _experts(model: Model) -> Iterator[str]:
@@ -267,10 +260,10 @@ def _gathers(layout: Layout) -> Iterator[str]:
                 "layout.weight_compression: with layout.zero = 0 no weights are gathered; use zero = 1, 2 or "
                 "3, or leave it out"
             )
-        if layout.weight_compression not in WEIGHT_CODECS:
+        if layout.weight_compression not in weight_codecs():
             yield (
                 f"layout.weight_compression = {layout.weight_compression!r}: weights may be "
-                f"{', '.join(WEIGHT_CODECS)}"
+                f"{', '.join(weight_codecs())}"
             )
     if layout.backward_shards is not None and layout.zero not in (3, None):
         what = f"layout.backward_shards = {layout.backward_shards}"
@@ -294,7 +287,7 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
                     f"name a codec"
                 )
         return
-    compression = Compression.parse(layout.compression)
+    codec = parse_codec(layout.compression)
     if layout.compression_axes == "replica" and layout.replica == 1:
         yield (
             "layout.compression_axes = 'replica': there is one replica; give layout.replica, or compress "
@@ -306,13 +299,13 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
             "layout.zero = 1, 2 or "
             "3, or compress over 'all' axes"
         )
-    if layout.error_feedback and not compression.shrinks:
+    if layout.error_feedback and not codec.shrinks_errors:
         yield (
-            f"layout.error_feedback = true: {compression}'s errors are larger than the gradient, so what is "
+            f"layout.error_feedback = true: {codec}'s errors are larger than the gradient, so what is "
             f"left out would grow "
             "without end; leave it out: they average out over steps"
         )
-    if compression.name == "powersgd" and layout.tensor * layout.expert > 1:
+    if codec.whole_matrices and layout.tensor * layout.expert > 1:
         yield (
             f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = "
             f"{layout.tensor}, "

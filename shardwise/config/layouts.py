@@ -11,6 +11,7 @@ from itertools import islice, product
 from math import log2
 from typing import NamedTuple
 
+from shardwise.config.axes import MODEL_AXES
 from shardwise.config.check import divisors, found_by
 from shardwise.config.layout_rules import (
     BATCH,
@@ -216,17 +217,9 @@ def _triples(degrees: list[int], whole: int) -> Iterator[tuple[int, int, int]]:
 def _distance(layout: Layout, other: Layout) -> tuple[float, ...]:
     """How far the degrees are from those asked for: first the axes, then the data axis, then the rest of the
     choices."""
-    axes = sum(
-        abs(log2(getattr(other, axis) / getattr(layout, axis)))
-        for axis in ("pipeline", "context", "tensor", "expert")
-    )
-    above = sum(
-        getattr(other, axis) > getattr(layout, axis) for axis in ("pipeline", "context", "tensor", "expert")
-    )
-    added = sum(
-        getattr(layout, axis) == 1 < getattr(other, axis)
-        for axis in ("pipeline", "context", "tensor", "expert")
-    )
+    axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in MODEL_AXES)
+    above = sum(getattr(other, axis) > getattr(layout, axis) for axis in MODEL_AXES)
+    added = sum(getattr(layout, axis) == 1 < getattr(other, axis) for axis in MODEL_AXES)
     choices = sum(
         getattr(other, name) != getattr(layout, name)
         for name in ("schedule", "attention", "stages_per_rank", "stages")

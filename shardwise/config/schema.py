@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shardwise.config.compression import AUTO, Compression
+from shardwise.codecs import RowCodec, parse_codec, parse_row_codec
+from shardwise.config.compression import AUTO
+from shardwise.config.dtypes import Precision
 from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 
-Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
-AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
-"""Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
 
 SPELLINGS = {
     "layout": {
@@ -426,8 +425,8 @@ class Layout(Section):
     )
     compression: str | None = Field(
         None,
-        description="how gradients are compressed between devices, which changes the numbers: `bf16`, "
-        "`fp16`, `fp8`, `int8`, "
+        description="how gradients are compressed between devices, which changes the numbers: `bfloat16`, "
+        "`float16`, `float8`, `int8`, "
         "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
         "planner chooses, perhaps not at all; see docs/compression.md",
     )
@@ -440,7 +439,7 @@ class Layout(Section):
     weight_compression: str | None = Field(
         None,
         description="how sharded weights are compressed when they are gathered, which changes the numbers: "
-        "`int8`, `fp8` or "
+        "`int8`, `float8` or "
         "`int4`; see docs/compression.md",
     )
     backward_shards: Positive | None = Field(
@@ -471,7 +470,7 @@ class Layout(Section):
     @field_validator("compression", "weight_compression")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
-        return value if value in (None, AUTO) else str(Compression.parse(value))
+        return value if value in (None, AUTO) else str(parse_codec(value))
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -630,14 +629,12 @@ class Server(Section):
     @field_validator("compression")
     @classmethod
     def _known(cls, text: str | None) -> str | None:
-        if text is not None and Compression.parse(text).name == "powersgd":
-            raise ValueError("powersgd works on whole matrices, and servers keep slices of them")
-        return text
+        return None if text is None else str(parse_row_codec(text))
 
     @property
-    def codec(self) -> Compression | None:
+    def codec(self) -> RowCodec | None:
         """None: gradients are sent as they are."""
-        return None if self.compression is None else Compression.parse(self.compression)
+        return None if self.compression is None else parse_row_codec(self.compression)
 
     @property
     def predicts(self) -> bool:
@@ -668,7 +665,7 @@ class Local(Section):
         1, description="parts of the model that meet in turn, evenly over the steps between meetings"
     )
     overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
-    compression: Literal["bf16", "fp16", "fp8", "int8", "int4"] | None = Field(
+    compression: Literal["bfloat16", "float16", "float8", "int8", "int4"] | None = Field(
         None, description="how differences are sent; left out: as they are"
     )
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import parameter_shapes
 from shardwise.config.schedules import of_schedule
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
 from shardwise.cost.space import (
@@ -28,10 +30,9 @@ from shardwise.cost.space import (
 )
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
-from shardwise.plan.dtypes import BYTES, computes_wide, wide
+from shardwise.plan.dtypes import computes_wide, wide
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
-from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.slices import sliced, split_dim
 
 

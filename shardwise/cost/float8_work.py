@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.config.dtypes import BYTES
 from shardwise.cost.products import Product, float8_weights, products_of, share_in_float8
 from shardwise.cost.space import Array, Bools, Space, Work, is_compiled, take
 from shardwise.plan.chunks import chunk_tokens
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import engine_of
 from shardwise.plan.float8 import casts_once
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from shardwise.config import Model
+from shardwise.config.dtypes import BYTES
 from shardwise.config.schedules import of_schedule
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
@@ -47,7 +48,7 @@ from shardwise.cost.space import (
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
-from shardwise.plan.dtypes import BYTES, wide
+from shardwise.plan.dtypes import wide
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers

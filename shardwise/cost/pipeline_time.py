@@ -29,11 +29,12 @@ from functools import reduce
 import numpy as np
 
 from shardwise.config.schedules import is_interleaved, of_schedule, splits_backward
-from shardwise.cost.cluster import TERMS, Cluster
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.footprint import Holdings
 from shardwise.cost.price import Busy, Priced
 from shardwise.cost.space import Array, Space
 from shardwise.cost.stack import Stack
+from shardwise.plan.step_terms import TERMS
 
 CONTENTION = 0.12
 """Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on

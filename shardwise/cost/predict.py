@@ -46,7 +46,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config import Precision
+from shardwise.config.dtypes import BYTES, Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import kernels as float8_kernels
@@ -60,7 +60,6 @@ from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
 from shardwise.plan.compilation import compiles_blocks
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Config, Layout, Model, Recompute, context_attention
+from shardwise.config import AXES, Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
 from shardwise.plan.compilation import compiles_blocks
@@ -37,7 +37,6 @@ NONE, SELECTIVE, BUT_ATTENTION, FULL = range(4)
 """In the order of what is computed again: nothing, what lies between products, all but attention, all."""
 AT_ONCE = 2**14
 """Candidates whose arrays lie in a processor's cache together."""
-DEGREES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Space:
     @cached_property
     def grids(self) -> tuple[Space, Ints]:
         """One candidate for each distinct grid of devices, and for each candidate the index of its own."""
-        first, index = distinct([getattr(self, name) for name in DEGREES])
+        first, index = distinct([getattr(self, name) for name in AXES])
         return self.take(first), index
 
     @property
@@ -159,7 +158,7 @@ class Space:
     def layout(self, index: int) -> Layout:
         """One candidate as a layout."""
         row = self.row(index)
-        axes: dict[str, Any] = {name: row[name] for name in (*DEGREES, "zero")}
+        axes: dict[str, Any] = {name: row[name] for name in (*AXES, "zero")}
         schedule = SCHEDULES[row["schedule"]]
         chosen = SCHEDULE_FACTS[schedule].is_interleaved and row["pipeline"] > 1
         return Layout(
@@ -173,7 +172,7 @@ class Space:
 
 def space_of(rows: Sequence[dict[str, int]]) -> Space:
     """Candidates from one dictionary each; what is left out is 1, or 0 where that means none."""
-    ones = {*DEGREES, "micro_batch", "accumulation", "stages_per_rank"}
+    ones = {*AXES, "micro_batch", "accumulation", "stages_per_rank"}
     names = [field.name for field in fields(Space)]
     return Space(
         **{
@@ -250,7 +249,7 @@ def recompute_mode(recompute: str | float) -> str:
 
 def space_of_layout(config: Config, layout: Layout, micro_batch: int, accumulation: int) -> Space:
     """The one candidate that a complete layout is."""
-    row = {name: getattr(layout, name) for name in DEGREES}
+    row = {name: getattr(layout, name) for name in AXES}
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)

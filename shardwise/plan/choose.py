@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config import (
+    RANK_AXES,
     Config,
     Layout,
     Train,
@@ -30,14 +31,15 @@ from shardwise.config import (
 )
 from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
+from shardwise.config.parameters import OwnParameters, count
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8 import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.parameters import OwnParameters, count
-from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
+from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plan.stages import stage_blocks
+from shardwise.units import GIB
 from shardwise.words import counted
 
 MICRO_BATCHES_A_STAGE = 4
@@ -256,11 +258,8 @@ def _with_data(config: Config, devices: int) -> Layout:
 
 
 def _product(layout: Layout) -> str:
-    axes = ("pipeline", "replica", "data", "context", "tensor")
-    return (
-        " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
-        or "data 1"
-    )
+    used = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
+    return " x ".join(used) or "data 1"
 
 
 def _what_fits(

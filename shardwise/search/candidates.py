@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import (
+    RANK_AXES,
     Config,
     Layout,
     divisors,
@@ -42,7 +43,6 @@ from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULE_FACTS, SCHEDUL
 from shardwise.cost.space import BUT_ATTENTION, FULL, RECOMPUTE, Bools, Ints, Space, recompute_mode, space_of
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.grid import RANK_AXES
 
 Choices = Sequence[tuple[int, ...]]
 """Values of some fields of a candidate, together."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.config import Config, divisors
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
@@ -22,6 +22,7 @@ from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, fitting
 from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
 from shardwise.search.search import SearchResult, play, search, work_of
+from shardwise.units import GIB
 
 _LONGEST = 2**30
 

@@ -12,14 +12,14 @@ from itertools import islice
 
 import numpy as np
 
-from shardwise.config import AXES, Config, Layout
+from shardwise.config import MODEL_AXES, RANK_AXES, Config, Layout
 from shardwise.config.layout_rules import TENSOR, JobTables, broken_rules
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
-from shardwise.cost.cluster import GIB
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
+from shardwise.units import GIB
 from shardwise.words import counted
 
 TRIED = 64
@@ -116,11 +116,7 @@ def binding(config: Config, result: SearchResult, best: int) -> list[str]:
     """What holds the winner where it is: why each axis is there, what memory forces, which degrees are
     refused."""
     row = result.space.row(best)
-    sentences = [
-        _needed(result, best, axis)
-        for axis in ("pipeline", "context", "tensor", "expert", "replica")
-        if row[axis] > 1
-    ]
+    sentences = [_needed(result, best, axis) for axis in (*MODEL_AXES, "replica") if row[axis] > 1]
     if row["zero"]:
         sentences.append(_needed(result, best, "zero"))
     if row["recompute"]:
@@ -214,7 +210,7 @@ def _impossible(result: SearchResult) -> str:
     devices."""
     if result.refused:
         return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
-    given = {axis: result.fixed[axis] for axis in AXES[:-1] if axis in result.fixed}
+    given = {axis: result.fixed[axis] for axis in RANK_AXES if axis in result.fixed}
     asked = " x ".join(f"layout.{axis} = {degree}" for axis, degree in given.items())
     return f"{asked or 'what was asked'} cannot be part of {result.devices:,} devices"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import Config
+from shardwise.config import AXES, Config
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.cluster import Cluster
@@ -33,6 +33,8 @@ from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
+BESIDE_DATA = tuple(axis for axis in AXES if axis != "data")
+"""Axes that tell kinds of layouts apart: what they leave of the devices is the data axis."""
 NEAR = 0.02
 """Differences that are less than the model is accurate."""
 EQUAL = 1e-9
@@ -219,7 +221,7 @@ def simpler(result: SearchResult) -> int | None:
 
 def moving_parts(row: Mapping[str, int]) -> float:
     """How much can go wrong: axes in use, states sharded, special schedules, work done again."""
-    axes = sum(row[axis] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert"))
+    axes = sum(row[axis] > 1 for axis in BESIDE_DATA)
     schedule = SCHEDULE_FACTS[SCHEDULES[row["schedule"]]].moving_parts if row["pipeline"] > 1 else 0.0
     return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
 

@@ -4,7 +4,7 @@ winner.
 Data-parallel devices agree on a gradient in every step: 4 bytes a parameter, about twice over the wire. On
 NVLink that hides behind the backward pass; on Ethernet it may be most of the step. Two families send less:
 
-- compression: a codec of config/compression.py, which `layout.compression` names. Fewer bits a value, fewer
+- compression: a codec of shardwise/codecs, which `layout.compression` names. Fewer bits a value, fewer
   values, or two thin factors of each matrix. What a step leaves out is kept as a *residual* and added to the
   next gradient; that takes 4 bytes a parameter, and encoding takes time of its own (cost/codec_work.py).
 - rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let
@@ -49,7 +49,7 @@ PLAIN = "none"
 """The name of the alternative to a job's codec that compresses nothing."""
 _LATER = "what is left out is added to the next gradient"
 CODECS = {
-    "bf16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
+    "bfloat16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
     "int8": f"Gradients are sent in 8 bits, with a scale for each 512; {_LATER}.",
     "qsgd(4)": f"Gradients are sent in 4 bits, rounded by chance so that their mean is right; {_LATER}.",
     "sign": f"Only signs are sent, with a mean magnitude for each 512; {_LATER}. Compare the loss with a "

@@ -21,10 +21,16 @@ from shardwise._torch import compute_deterministically
 from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.kept import PREFIX as KEPT
-from shardwise.checkpoint.kept import has_tokenizer, kept_of_checkpoint, kept_of_folder
+from shardwise.checkpoint.kept import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
-from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
+from shardwise.checkpoint.save import (
+    Checkpointer,
+    Retention,
+    State,
+    random_state,
+    set_random_state,
+    state_of,
+)
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.config.pretrained import TOKENIZER
@@ -67,7 +73,7 @@ class Training:
     """Where groups meet, if they train by themselves."""
     shared: SharedState | None = None
     """Where weights and moments are, if workers update them without a lock."""
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    kept: State = field(default_factory=dict)
     """On the main rank: the files of the Hugging Face folder that the model came from, to be saved with
     it."""
     step: int = 0
@@ -221,7 +227,7 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
         training.kept |= _chat_template(training)
 
 
-def _chat_template(training: Training) -> dict[str, Tensor]:
+def _chat_template(training: Training) -> State:
     """The file that says how the data's conversations are written, if the model's folder has no such template
     or another: it is by this one that the model learns to answer."""
     folder = training.config.model.pretrained
@@ -232,7 +238,7 @@ def _chat_template(training: Training) -> dict[str, Tensor]:
     learnt = next((template for template in map(find_template, of_answers) if template is not None), None)
     if learnt is None or (own is not None and own.source == learnt.source):
         return {}
-    return {KEPT + TEMPLATE: torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
+    return {kept_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
 
 
 def save(training: Training, wait: bool = True) -> str:
@@ -285,18 +291,18 @@ def recall(training: Training, copies: Copies) -> bool:
     return True
 
 
-def _state_and_random(training: Training) -> dict[str, Tensor]:
+def _state_and_random(training: Training) -> State:
     return {**_state(training), **random_state(training.mesh.worker.rank, training.mesh.device)}
 
 
-def _state(training: Training) -> dict[str, Tensor]:
+def _state(training: Training) -> State:
     state = _group_state(training)
     if training.outer is None:
         return state
     return training.outer.state(state, training.mesh.coordinate("group"))
 
 
-def _group_state(training: Training) -> dict[str, Tensor]:
+def _group_state(training: Training) -> State:
     parallel = training.parallel
     state = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
     return {**state, **dict(parallel.residuals())}

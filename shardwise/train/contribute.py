@@ -21,7 +21,6 @@ from torch import Tensor
 
 from shardwise.asynchronous import messages
 from shardwise.asynchronous.wire import Wire, dial
-from shardwise.comm.codecs import codec
 from shardwise.config import Config, Layout
 from shardwise.data import Dataset
 from shardwise.data.batches import Batch, parts, to_batch
@@ -81,9 +80,8 @@ class _Contributor:
         name = f"{socket.gethostname()[:200]}-{worker.local_rank}-{time.monotonic_ns():x}"
         self.slices = [self._greet(wire, name) for wire in wires]
         self.buffers = [torch.empty(_numbers(slices), dtype=dtype) for slices in self.slices]
-        compression = training.config.server.codec
-        self.codec = None if compression is None else codec(compression)
-        self.feeds_back = compression is not None and compression.shrinks
+        self.codec = training.config.server.codec
+        self.feeds_back = self.codec is not None and self.codec.shrinks_errors
         self.left_out = [torch.zeros_like(buffer) for buffer in self.buffers] if self.feeds_back else []
         self.versions = [-1] * len(wires)
         """Of the weights that each server sent last."""
@@ -172,7 +170,7 @@ class _Contributor:
             return buffer
         if self.feeds_back:
             buffer = self.left_out[server].add_(buffer)
-        return self.codec.encode(buffer.unsqueeze(0), seed=portion, take=self.feeds_back)
+        return self.codec.encode(buffer.unsqueeze(0), seed=portion, subtract=self.feeds_back)
 
 
 def batch_of(training: Training, portion: int, size: int) -> list[Batch]:

@@ -8,11 +8,11 @@ from shardwise.config import Checkpoint, Config, Model, Train, context_attention
 from shardwise.config.compression import SumCompression
 from shardwise.config.layout_rules import ring_lacks
 from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.cost.device_peaks import peak_flops
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
-from shardwise.observe import peak_flops
 from shardwise.optim import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel.apply import why_blocks_are_not_compiled

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.save import State
+from shardwise.checkpoint.state_key import StateKey, StateKind
+from shardwise.codecs import parse_row_codec
 from shardwise.comm import Comm
-from shardwise.comm.codecs import codec
 from shardwise.comm.under_way import SumUnderWay
 from shardwise.config import Local
-from shardwise.config.compression import Compression
 from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 
 AXIS = "group"
-State = dict[str, Tensor]
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Outer:
         self.anchors = {name: copies[0].detach().clone() for name, copies in self.copies.items()}
         self.momenta = {name: torch.zeros_like(anchor) for name, anchor in self.anchors.items()}
         self.meeting: Meeting | None = None
-        self._codec = None if settings.compression is None else codec(Compression.parse(settings.compression))
+        self._codec = None if settings.compression is None else parse_row_codec(settings.compression)
         self._apart = comm.mesh.second_group(AXIS) if settings.overlap else comm.mesh.group(AXIS)
         self._names = list(sizes)
         self._fragments = _cut(sizes, settings.fragments)
@@ -128,42 +128,41 @@ class Outer:
     # Checkpoints
 
     def state(self, of_group: State, group: int) -> State:
-        """Everything that a run of groups consists of, by name: the anchor as the model, what this group has
+        """Return everything that a run of groups consists of: the anchor as the model, what this group has
         for itself, and what is under way."""
-        buffers = {name: value for name, value in of_group.items() if name.startswith("model.")}
-        state = (
-            {f"group.{group}.{name}": value for name, value in of_group.items()} | buffers | self._agreed()
-        )
+        model = {key: value for key, value in of_group.items() if key.is_model}
+        state = _for_group(of_group, group) | model | self._agreed()  # buffers of the model have no anchor
         if self.meeting is not None:
             mean = self.meeting.sum.result() / self.meeting.groups
             for name, own, gradient in self._parts(self.meeting.names, self.meeting.own, mean):
-                state[f"group.{group}.outer.own.{name}"] = self._like(name, own)
-                state[f"outer.mean.{name}"] = self._like(name, gradient)
+                state[_own_key(name, group)] = self._like(name, own)
+                state[_mean_key(name)] = self._like(name, gradient)
         return state
 
     def to_fill(self, of_group: State, group: int, under_way: Sequence[str]) -> State:
         """What a checkpoint is to fill in which these parameters were under way. Buffers are each group's
         own."""
-        state = {f"group.{group}.{name}": value for name, value in of_group.items()} | self._agreed()
+        state = _for_group(of_group, group) | self._agreed()
         for name in self._here(under_way):
-            state[f"group.{group}.outer.own.{name}"] = torch.zeros_like(self.anchors[name])
-            state[f"outer.mean.{name}"] = torch.zeros_like(self.anchors[name])
+            state[_own_key(name, group)] = torch.zeros_like(self.anchors[name])
+            state[_mean_key(name)] = torch.zeros_like(self.anchors[name])
         return state
 
     def filled(self, state: State, group: int, under_way: Sequence[str]) -> None:
-        """It has: what was under way is, again."""
-        own, mean = (
-            [local(state[f"{key}.{name}"]).reshape(-1) for name in self._here(under_way)]
-            for key in (f"group.{group}.outer.own", "outer.mean")
-        )
+        """Take over the exchange that was in progress when the checkpoint was saved, from a state that was
+        loaded."""
+        here = self._here(under_way)
+        own = [local(state[_own_key(name, group)]).reshape(-1) for name in here]
+        mean = [local(state[_mean_key(name)]).reshape(-1) for name in here]
         arrived = SumUnderWay(self.comm, AXIS, None, mean, None, seed=0, behind=False)
         self.meeting = (
             Meeting(under_way, self._flat(own), arrived, groups=1, behind=True) if under_way else None
         )
 
     def _agreed(self) -> State:
-        state = {f"model.{name}": anchor for name, anchor in self.anchors.items()}
-        return state | {f"outer.momentum.{name}": momentum for name, momentum in self.momenta.items()}
+        momentum = StateKind.OUTER_MOMENTUM
+        anchors = {StateKey.model(name): anchor for name, anchor in self.anchors.items()}
+        return anchors | {StateKey(momentum, name): value for name, value in self.momenta.items()}
 
     # When
 
@@ -232,6 +231,19 @@ class Outer:
             local(anchor).copy_(local(self.copies[name][0]))
             for copy in self.copies[name]:
                 local(copy).copy_(kept)
+
+
+def _for_group(state: State, group: int) -> State:
+    """Return a state under the keys of this group."""
+    return {key.of_group(group): value for key, value in state.items()}
+
+
+def _own_key(name: str, group: int) -> StateKey:
+    return StateKey(StateKind.OUTER_OWN, name, group=group)
+
+
+def _mean_key(name: str) -> StateKey:
+    return StateKey(StateKind.OUTER_MEAN, name)
 
 
 def _cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:

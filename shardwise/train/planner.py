@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.config import Config, Layout
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import OwnParameters
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker
-from shardwise.plan import Asked, OwnParameters, Plan, choose, engine_of, fit, state_dtype
-from shardwise.plan.dtypes import BYTES
+from shardwise.plan import Asked, Plan, choose, engine_of, fit, state_dtype
 from shardwise.search.forecast import forecast, is_open, plan_job
 from shardwise.words import counted
 

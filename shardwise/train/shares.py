@@ -20,8 +20,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Layout
-from shardwise.plan import RANK_AXES
+from shardwise.config import RANK_AXES, Layout
 
 WARM_UP = 2
 """Steps of a team that say nothing of how fast devices are: they allocate, and may compile."""

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.state_key import split_scale_name
 from shardwise.comm import EXPOSED
+from shardwise.config import RANK_AXES
 from shardwise.errors import RunFailed
 from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
-from shardwise.plan import RANK_AXES
 from shardwise.resilience.stragglers import StragglerChange, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
@@ -383,7 +384,7 @@ def _stop_non_finite(training: Training, step: int, loss: float, unseen: list[in
         f"the gradient of {name} is the first that is not finite" if name else "all gradients are finite"
     )
     if unseen and training.parallel.scales is not None:
-        module, _, kind = training.parallel.scales.names[unseen[0]].partition(".float8.")
+        module, kind = split_scale_name(training.parallel.scales.names[unseen[0]])
         gradient += f", but not the {kind} of the float8 product of {module}"
     raise RunFailed(
         f"step {step}: the loss is {loss} and {gradient}. The weights were not touched, and checkpoints "

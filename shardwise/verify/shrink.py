@@ -37,7 +37,8 @@ from shardwise.config import (
     stages_per_rank,
 )
 from shardwise.config.layout_rules import deals_heads, splits_evenly, splits_or_repeats
-from shardwise.plan import count, flops_per_token, micro_batch_size
+from shardwise.config.parameters import count
+from shardwise.plan import flops_per_token, micro_batch_size
 from shardwise.verify.random_text import can_use_own_data, with_random_text
 
 Properties = tuple[bool, ...]

@@ -32,8 +32,7 @@ from shardwise.asynchronous.messages import (
 from shardwise.asynchronous.servers import Desk, Front, Shelf
 from shardwise.asynchronous.wire import Wire, dial
 from shardwise.asynchronous.work import Work
-from shardwise.comm.codecs import codec as codec_of
-from shardwise.config.compression import Compression
+from shardwise.codecs import parse_row_codec
 from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience.channel import Credentials
 
@@ -238,9 +237,9 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
     assert served.work.state().missing == ()
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
 def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: str) -> None:
-    compression = Compression.parse(codec)
+    compression = parse_row_codec(codec)
     shelf, desk = Shelf(SLICES, torch.float32, compression), Desk(Work(1, 2, 0))
     shelf.publish(0, torch.zeros(10))
     front = Front(LOOPBACK, OURS, shelf, desk)
@@ -249,10 +248,10 @@ def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: s
         said(wire, Hello("worker"))
         task = said(wire, Ask())
         assert isinstance(task, Task)
-        encoded = codec_of(compression).encode(gradient.clone().unsqueeze(0), seed=task.portion)
+        encoded = compression.encode(gradient.clone().unsqueeze(0), seed=task.portion)
         assert said(wire, Push(task.portion), encoded) == Stored()
         decoded = torch.zeros(1, 10)
-        codec_of(compression).decode(encoded, decoded, seed=task.portion)
+        compression.decode(encoded, decoded, seed=task.portion)
         assert said(wire, Bring(task.portion, 1.0, 1, 1, 1)) == Noted(True)
         update = desk.due(5.0)
         assert update is not None

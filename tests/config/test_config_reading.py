@@ -318,5 +318,5 @@ def test_a_module_is_said_to_have_no_table_only_where_its_text_leaves_no_doubt(
     assert [*problems_of_module(model, Layout(data=2, zero=3))] == []
     found = [*problems_of_module(model, Layout(data=1, tensor=2, pipeline=2))]
     assert [problem.partition(":")[0] for problem in found] == (
-        ["layout.tensor = 2", "layout.pipeline = 2"] if sure else []
+        ["layout.pipeline = 2", "layout.tensor = 2"] if sure else []
     )

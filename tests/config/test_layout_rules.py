@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import SCHEDULES, Config, Layout, from_tables
+from shardwise.config import AXES, SCHEDULES, Config, Layout, from_tables
 from shardwise.config.layout_rules import BATCH, RULES, JobTables
 from shardwise.cost.space import RECOMPUTE, space_of
 
 FEW = st.sampled_from([1, 1, 2, 3, 4])
 ROWS = st.fixed_dictionaries(
     {
-        **dict.fromkeys(("pipeline", "replica", "data", "context", "tensor", "expert"), FEW),
+        **dict.fromkeys(AXES, FEW),
         "schedule": st.integers(0, len(SCHEDULES) - 1),
         "recompute": st.integers(0, len(RECOMPUTE) - 1),
         "ring": st.integers(0, 1),

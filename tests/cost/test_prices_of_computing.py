@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.config import Model
+from shardwise.config.parameters import count
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.clusters import named
 from shardwise.cost.footprint import hold
@@ -15,7 +16,6 @@ from shardwise.cost.predict import predict
 from shardwise.cost.space import RECOMPUTE, Work, space_of
 from shardwise.cost.stack import SHARDWISE
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.parameters import count
 
 PEAK = 1e15
 H100S = named("h100x8")

@@ -17,13 +17,14 @@ from ranks.pool import Pool
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, from_tables
+from shardwise.config.parameters import OwnParameters
 from shardwise.data import Dataset
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
 from shardwise.optim import local
 from shardwise.parallel import build_plain, check_module, count_parameters
-from shardwise.plan import OwnParameters, Plan, StateBytes, choose
+from shardwise.plan import Plan, StateBytes, choose
 from shardwise.train.build import build, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.hogwild import LockFree

@@ -14,8 +14,8 @@ from ranks.jobs import ALONE, FAMILIES, Tables, job, put_together, start
 from ranks.pool import Pool
 from torch import Tensor
 
+from shardwise.codecs import parse_row_codec
 from shardwise.config import from_tables
-from shardwise.config.compression import Compression
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
 from shardwise.plan import choose
@@ -187,7 +187,7 @@ def test_groups_exchange_nothing_between_meetings(
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "int4"))]
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bfloat16", "int4"))]
 )
 def test_what_is_sent_in_few_bits_is_near_what_was_meant(
     ranks: Callable[[int], Pool], corpus: str, codec: str
@@ -205,11 +205,11 @@ def test_what_is_sent_in_few_bits_is_near_what_was_meant(
         for name, value in start(ALONE, job(corpus, model=FAMILIES["llama"])).parallel.named_parameters()
     }
     moved = max(float((exact[name] - first[name]).abs().max()) for name in exact)
-    level = {"bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[codec]
+    level = {"bfloat16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[codec]
     error = max(float((exact[name] - found[name]).abs().max()) for name in exact)
     assert 0 < error <= 2 * level * moved, "groups move by about as much"
     sizes = [weight.numel() for weight in exact.values()]
-    wire = sum(map(Compression.parse(codec).wire_bytes, sizes))
+    wire = sum(map(parse_row_codec(codec).wire_bytes, sizes))
     assert done[-1].collectives["all_gather/group"] == {
         "count": 1,
         "bytes": 2 * wire,

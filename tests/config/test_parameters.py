@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.config import PRESETS, Model
+from shardwise.config.parameters import active_count, count, parameter_shapes
 from shardwise.models import Transformer
-from shardwise.plan.parameters import active_count, count, parameter_shapes
 
 # The numbers of the released checkpoints (model cards and safetensors indexes); GPT-3's from its published
 # shape.

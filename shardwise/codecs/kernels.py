@@ -1,15 +1,15 @@
-"""Codecs on a GPU, one kernel each way: what comm/codecs.py does in a dozen passes over memory is one here.
+"""Kernels that encode and decode on a GPU in one pass over memory, where torch needs a dozen.
 
 The bytes are the same as there, and tests compare them. Imported where there is a GPU alone: Triton comes
 with torch for GPUs.
 
-A program handles PROGRAM blocks of a row. Of each block, numbers are looked at in planes (comm/packing.py):
+A program handles PROGRAM blocks of a row. Of each block, numbers are looked at in planes (codecs/packing.py):
 (blocks, 8, numbers).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -17,11 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from shardwise.comm.packing import PLANES
-from shardwise.config.compression import BLOCK, CLIP, SPARSE_BLOCK, Compression
+from shardwise.codecs.base import BLOCK, SPARSE_BLOCK
+from shardwise.codecs.packing import PLANES
 
 NEAREST, DRAWN, SIGN, FLOAT8, FLOAT16 = (tl.constexpr(kind) for kind in range(5))
 """How a scaled number becomes a code."""
+KINDS = {"nearest": 0, "drawn": 1, "sign": 2, "float8": 3, "float16": 4}
+"""The same by the codec's `kind`."""
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of it."""
 PROGRAM = 8
@@ -31,7 +33,7 @@ CHUNK = 4096
 
 @triton.jit
 def _chance(place, seed):
-    """As in comm/codecs.py: a number from [0, 1)."""
+    """As in codecs/chance.py: a number from [0, 1)."""
     bits = place.to(tl.uint32) * 2654435761 + seed
     bits = (bits ^ (bits >> 16)) * 2246822507
     bits = (bits ^ (bits >> 13)) * 3266489909
@@ -220,26 +222,53 @@ BLOCK: tl.constexpr,
     tl.store(target, tl.load(target, mask=own) + sign * found, mask=own)
 
 
-def encode(compression: Compression, rows: Tensor, seed: int, take: bool) -> Tensor:
-    """(rows, n) float32 as (rows, wire bytes). To `take` leaves in the rows what was left out."""
+class BlockFormat(Protocol):
+    """What a kernel has to know of a codec of blocks (codecs/blocks.py)."""
+
+    @property
+    def kind(self) -> str:
+        """How a scaled number becomes a code."""
+
+    @property
+    def clip(self) -> float:
+        """Deviations of its block beyond which a number is cut off; 0: none is."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number on the wire."""
+
+    @property
+    def largest_code(self) -> float:
+        """What the block's scale is written as."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block without its scale."""
+
+    def wire_bytes(self, numbers: int) -> int:
+        """Return the bytes of one row of n numbers."""
+
+
+def encode(codec: BlockFormat, rows: Tensor, seed: int, subtract: bool) -> Tensor:
+    """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent leaves the rows."""
     numbers, source = rows.shape[1], rows.contiguous()
-    wire = torch.empty(len(rows), compression.wire_bytes(numbers), dtype=torch.uint8, device=rows.device)
+    wire = torch.empty(len(rows), codec.wire_bytes(numbers), dtype=torch.uint8, device=rows.device)
     blocks = -(-numbers // BLOCK)
     grid = triton.cdiv(blocks, PROGRAM), len(rows)
-    sizes = numbers, blocks, wire.shape[1], blocks * compression.block_bytes
-    _encode[grid](source, wire, *sizes, seed % 2**31, **_shape(compression), TAKE=take)
-    if take and source.data_ptr() != rows.data_ptr():
+    sizes = numbers, blocks, wire.shape[1], blocks * codec.block_bytes
+    _encode[grid](source, wire, *sizes, seed % 2**31, **_shape(codec), TAKE=subtract)
+    if subtract and source.data_ptr() != rows.data_ptr():
         rows.copy_(source)
     return wire
 
 
-def decode(compression: Compression, wire: Tensor, rows: Tensor, add: bool) -> None:
+def decode(codec: BlockFormat, wire: Tensor, rows: Tensor, add: bool) -> None:
     """Write what was encoded into rows (rows, n) float32, or add it to them."""
     numbers, target = rows.shape[1], rows.contiguous()
     blocks = -(-numbers // BLOCK)
     grid = triton.cdiv(blocks, PROGRAM), len(rows)
-    sizes = numbers, blocks, wire.shape[1], blocks * compression.block_bytes
-    _decode[grid](wire.contiguous(), target, *sizes, **_shape(compression), ADD=add)
+    sizes = numbers, blocks, wire.shape[1], blocks * codec.block_bytes
+    _decode[grid](wire.contiguous(), target, *sizes, **_shape(codec), ADD=add)
     if target.data_ptr() != rows.data_ptr():
         rows.copy_(target)
 
@@ -262,17 +291,13 @@ def _draw(rows: Tensor, wire: Tensor, seed: int, send: bool, take: bool) -> None
     _drawn[grid](rows, wire, *sizes, seed % 2**31, SEND=send, TAKE=take, SIZE=CHUNK)
 
 
-def send_largest(compression: Compression, rows: Tensor) -> Tensor:
-    """Of each block the largest magnitudes, as (rows, wire bytes)."""
-    wire = torch.empty(
-        len(rows), compression.wire_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
-    )
+def send_largest(rows: Tensor, per_block: int, wire_bytes: int) -> Tensor:
+    """Return the largest magnitudes of each block, `per_block` of them, as (rows, wire bytes)."""
+    wire = torch.empty(len(rows), wire_bytes, dtype=torch.uint8, device=rows.device)
     values, places = _values_and_places(wire)
     grid = -(-rows.shape[1] // SPARSE_BLOCK), len(rows)
     sizes = rows.shape[1], rows.stride(0), values.stride(0)
-    _largest[grid](
-        rows, values, places, *sizes, KEPT=compression.kept(SPARSE_BLOCK), SIZE=SPARSE_BLOCK, num_warps=2
-    )
+    _largest[grid](rows, values, places, *sizes, KEPT=per_block, SIZE=SPARSE_BLOCK, num_warps=2)
     return wire
 
 
@@ -291,19 +316,13 @@ def _values_and_places(wire: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(torch.bfloat16), places
 
 
-def _shape(compression: Compression) -> dict[str, Any]:
-    """How a kernel encodes a block."""
-    name, bits = compression.name, compression.bits
-    kinds = {"sign": SIGN, "fp8": FLOAT8, "fp16": FLOAT16, "qsgd": DRAWN, "terngrad": DRAWN}
-    floats = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "fp16": torch.finfo(torch.float16).max}
-    most = floats.get(name, max(1.0, 2.0 ** (bits - 1) - 1))
-    clip = CLIP if name == "terngrad" else 0.0
-    kind = kinds.get(name, NEAREST).value
+def _shape(codec: BlockFormat) -> dict[str, Any]:
+    """Return how a kernel encodes a block."""
     return {
-        "KIND": kind,
-        "MOST": most,
-        "CLIP": clip,
-        "BITS": bits,
+        "KIND": KINDS[codec.kind],
+        "MOST": codec.largest_code,
+        "CLIP": codec.clip,
+        "BITS": codec.bits,
         "PLANE": BLOCK // PLANES,
         "BLOCKS": PROGRAM,
     }

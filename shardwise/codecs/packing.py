@@ -8,8 +8,10 @@ planes against each other, and neighbours in memory are treated alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PLANES = 8
 

@@ -11,18 +11,18 @@ embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.config import Model
+from shardwise.config.schema import Model
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class OwnParameters:
-    """Of a user's own module, which only building it can count."""
+    """Numbers of parameters of a user's own module, which only building it can count."""
 
     total: int
     frozen: int = 0
@@ -30,35 +30,48 @@ class OwnParameters:
 
     @property
     def trained(self) -> int:
-        """The others."""
+        """Those that are trained."""
         return self.total - self.frozen
 
 
 def parameter_shapes(model: Model) -> dict[str, Shape]:
     """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs); those of
     experts are stacked: (experts, outputs, inputs)."""
-    shapes: dict[str, Shape] = {"embedding.weight": (model.vocabulary, model.hidden)}
-    if model.positions == "learned":
-        shapes["positions.weight"] = (model.max_positions, model.hidden)
-    for layer in range(model.layers):
-        shapes.update((f"blocks.{layer}.{name}", shape) for name, shape in _block(model))
-    shapes.update(_norm("norm", model))
-    if not model.tied:
-        shapes["head.weight"] = (model.vocabulary, model.hidden)
-    return shapes
+    blocks = (
+        (f"blocks.{layer}.{name}", shape) for layer in range(model.layers) for name, shape in _block(model)
+    )
+    return {**dict(_before_blocks(model)), **dict(blocks), **dict(_after_blocks(model))}
 
 
 def count(model: Model) -> int:
     """Number of parameters, the embedding of a tied model counted once."""
-    return sum(prod(shape) for shape in parameter_shapes(model).values())
+    outside = _numbers([*_before_blocks(model), *_after_blocks(model)])
+    return outside + model.layers * _numbers(_block(model))
 
 
 def active_count(model: Model) -> int:
     """Parameters that one token meets: of the experts only those it visits, of everything else all."""
-    return (
-        count(model)
-        - model.layers * (model.experts - model.experts_per_token) * 3 * model.expert_width * model.hidden
-    )
+    if not model.experts:
+        return count(model)
+    experts = _numbers((name, shape) for name, shape in _experts(model) if ".experts." in name)
+    unvisited = model.experts - model.experts_per_token
+    return count(model) - model.layers * experts * unvisited // model.experts
+
+
+def _numbers(parameters: Iterable[tuple[str, Shape]]) -> int:
+    return sum(prod(shape) for _, shape in parameters)
+
+
+def _before_blocks(model: Model) -> Iterator[tuple[str, Shape]]:
+    yield "embedding.weight", (model.vocabulary, model.hidden)
+    if model.positions == "learned":
+        yield "positions.weight", (model.max_positions, model.hidden)
+
+
+def _after_blocks(model: Model) -> Iterator[tuple[str, Shape]]:
+    yield from _norm("norm", model)
+    if not model.tied:
+        yield "head.weight", (model.vocabulary, model.hidden)
 
 
 def _block(model: Model) -> Iterator[tuple[str, Shape]]:

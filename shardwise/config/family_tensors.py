@@ -1,9 +1,9 @@
-"""Our transformer and Hugging Face's model families: which tensor is which, as tables. Settings are in
-config/families.py.
+"""Names of tensors in the folders of Hugging Face's model families, and ours with the same numbers.
 
 Nearly all tensors are the same numbers under another name. GPT-2 keeps its matrices transposed (its `Conv1D`
 has the inputs first) and queries, keys and values in one; Mixtral keeps each expert apart where we stack
-them.
+them. How the numbers are converted needs torch and is in checkpoint/conversions.py; shapes are known here, so
+that the headers of files are compared before torch is imported.
 
 Rotary positions need no table: both sides pair channel i with channel i + head_dim / 2 (models/rotary.py).
 
@@ -16,61 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
-from shardwise.config import Model
-from shardwise.config.families import Family
-from shardwise.plan import parameter_shapes
+from shardwise.config.parameters import Shape, parameter_shapes
+from shardwise.config.schema import Model
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Conversion = Literal["same", "transposed", "joined", "stacked", "paired"]
+"""How tensors of ours become theirs: as they are, transposed, three joined into one that is transposed, one
+taken apart along its first dimension, or two joined along their second."""
 
-Shape = tuple[int, ...]
-Convert = Callable[["list[Tensor]"], "list[Tensor]"]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """How the numbers of one side become those of the other."""
-
-    to_theirs: Convert
-    to_ours: Convert
-    their_shapes: Callable[[list[Shape]], list[Shape]]
-    """Of what `to_theirs` makes of tensors of these shapes, known without torch: headers are compared before
-    it is imported."""
-
-
-def _concatenated(tensors: list[Tensor], dim: int) -> Tensor:
-    import torch
-
-    return torch.cat(tensors, dim)
-
-
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    import torch
-
-    return torch.stack(tensors)
-
-
-SAME = Conversion(lambda tensors: tensors, lambda tensors: tensors, lambda shapes: shapes)
-TRANSPOSED = Conversion(
-    lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()], lambda shapes: [shapes[0][::-1]]
-)
-JOINED = Conversion(
-    lambda tensors: [_concatenated(tensors, 0).t()],
-    lambda tensors: list(tensors[0].t().chunk(3)),
-    lambda shapes: [(*shapes[0][:0:-1], sum(shape[0] for shape in shapes))],
-)
-STACKED = Conversion(
-    lambda tensors: list(tensors[0].unbind()),
-    lambda tensors: [_stacked(tensors)],
-    lambda shapes: [shapes[0][1:]] * shapes[0][0],
-)
-PAIRED = Conversion(
-    lambda tensors: [_concatenated(tensors, 1)],
-    lambda tensors: list(tensors[0].chunk(2, 1)),
-    lambda shapes: [(shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])],
-)
+_THEIR_SHAPES: dict[Conversion, Callable[[list[Shape]], list[Shape]]] = {
+    "same": lambda shapes: shapes,
+    "transposed": lambda shapes: [shapes[0][::-1]],
+    "joined": lambda shapes: [(*shapes[0][:0:-1], sum(shape[0] for shape in shapes))],
+    "stacked": lambda shapes: [shapes[0][1:]] * shapes[0][0],
+    "paired": lambda shapes: [(shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])],
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +41,7 @@ class TensorMatch:
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    conversion: Conversion = SAME
+    conversion: Conversion = "same"
 
     def of_layer(self, layer: int, experts: int) -> TensorMatch:
         """With the layer's number, and one name for each expert."""
@@ -93,7 +54,7 @@ class TensorMatch:
         return TensorMatch(ours, theirs, self.conversion)
 
 
-def _modules(pairs: Mapping[str, str], conversion: Conversion = SAME) -> tuple[TensorMatch, ...]:
+def _modules(pairs: Mapping[str, str], conversion: Conversion = "same") -> tuple[TensorMatch, ...]:
     """Modules of the same meaning: their weights, and their biases where the model has any."""
     return tuple(
         TensorMatch((f"{ours}.{kind}",), (f"{theirs}.{kind}",), conversion)
@@ -129,7 +90,7 @@ _DENSE = _modules(
 
 
 def _experts(layer: str, gate: str, up: str, down: str) -> tuple[TensorMatch, ...]:
-    """Each expert on its own, as folders keep them."""
+    """Tensors of experts, one for each expert, as folders keep them."""
     named = {"gate": gate, "up": up, "down": down}
     return (
         TensorMatch((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}{layer}.gate.weight",)),
@@ -137,7 +98,7 @@ def _experts(layer: str, gate: str, up: str, down: str) -> tuple[TensorMatch, ..
             TensorMatch(
                 (f"{_BLOCK}feed_forward.experts.{ours}",),
                 (f"{_THEIRS}{layer}.experts.{{expert}}.{theirs}.weight",),
-                STACKED,
+                "stacked",
             )
             for ours, theirs in named.items()
         ),
@@ -149,7 +110,7 @@ _FUSED = (  # as the transformers library keeps experts in memory, and saves the
     TensorMatch(
         (f"{_BLOCK}feed_forward.experts.gate", f"{_BLOCK}feed_forward.experts.up"),
         (f"{_THEIRS}mlp.experts.gate_up_proj",),
-        PAIRED,
+        "paired",
     ),
     TensorMatch((f"{_BLOCK}feed_forward.experts.down",), (f"{_THEIRS}mlp.experts.down_proj",)),
 )
@@ -167,7 +128,7 @@ _GPT2_WEIGHTS = (
         TensorMatch(
             tuple(f"{_BLOCK}attention.{part}.{kind}" for part in ("query", "key", "value")),
             (f"{_GPT2}attn.c_attn.{kind}",),
-            JOINED,
+            "joined",
         )
         for kind in ("weight", "bias")
     ),
@@ -177,7 +138,7 @@ _GPT2_WEIGHTS = (
             f"{_BLOCK}feed_forward.up": f"{_GPT2}mlp.c_fc",
             f"{_BLOCK}feed_forward.down": f"{_GPT2}mlp.c_proj",
         },
-        TRANSPOSED,
+        "transposed",
     ),
 )
 
@@ -188,41 +149,33 @@ class FamilyTensors:
 
     table: tuple[TensorMatch, ...]
     prefix: str = "model."
-    """Of the names of all tensors but the head; folders of the bare model leave it out."""
+    """Prefix of the names of all tensors but the head; folders of the bare model leave it out."""
     fused: tuple[TensorMatch, ...] = ()
     """The table of folders that keep all experts in one tensor."""
 
 
-_LLAMA = FamilyTensors((*_OUTER, *_ATTENTION, *_DENSE))
-TENSORS = {
-    "llama": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "mistral": _LLAMA,
-    "gemma2": FamilyTensors(
-        (
-            *_OUTER,
-            *(match for match in _ATTENTION if ".feed_forward" not in match.ours[0]),
-            *_GEMMA2_NORMS,
-            *_DENSE,
-        )
-    ),
-    "gpt2": FamilyTensors(_GPT2_WEIGHTS, prefix="transformer."),
-    "mixtral": FamilyTensors(
-        (*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-        fused=(*_OUTER, *_ATTENTION, *_FUSED),
-    ),
-    "qwen3_moe": FamilyTensors(
-        (*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
-        fused=(*_OUTER, *_ATTENTION, *_FUSED),
-    ),
-}
-"""By the family's `model_type`."""
+LLAMA_TENSORS = FamilyTensors((*_OUTER, *_ATTENTION, *_DENSE))
+GEMMA2_TENSORS = FamilyTensors(
+    (
+        *_OUTER,
+        *(match for match in _ATTENTION if ".feed_forward" not in match.ours[0]),
+        *_GEMMA2_NORMS,
+        *_DENSE,
+    )
+)
+GPT2_TENSORS = FamilyTensors(_GPT2_WEIGHTS, prefix="transformer.")
+MIXTRAL_TENSORS = FamilyTensors(
+    (*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    fused=(*_OUTER, *_ATTENTION, *_FUSED),
+)
+QWEN3_MOE_TENSORS = FamilyTensors(
+    (*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    fused=(*_OUTER, *_ATTENTION, *_FUSED),
+)
 
 
-def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[TensorMatch]:
+def tensor_matches(tensors: FamilyTensors, model: Model, fused: bool = False) -> list[TensorMatch]:
     """Every tensor of this model with its counterparts; the blocks in order."""
-    tensors = TENSORS[family.model_type]
     ours, table = parameter_shapes(model), tensors.fused if fused else tensors.table
     inside = [match for match in table if "{layer}" in match.ours[0]]
     outside = [match for match in table if match not in inside]
@@ -241,5 +194,5 @@ def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[Te
 
 def their_shapes(match: TensorMatch, ours: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shapes of a match's tensors on the other side, from ours."""
-    shapes = match.conversion.their_shapes([ours[name] for name in match.ours])
+    shapes = _THEIR_SHAPES[match.conversion]([ours[name] for name in match.ours])
     return dict(zip(match.theirs, shapes, strict=True))

@@ -7,13 +7,24 @@ import math
 import pytest
 import torch
 
-from shardwise.comm.codecs import codec
-from shardwise.config.compression import BLOCK, Compression
+from shardwise.codecs import parse_row_codec
+from shardwise.codecs.base import BLOCK
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-ALL = ["bf16", "fp16", "fp8", "int8", "int4", "sign", "terngrad", "topk(0.01)", "topk(1)", "randomk(0.1)"]
+ALL = [
+    "bfloat16",
+    "float16",
+    "float8",
+    "int8",
+    "int4",
+    "sign",
+    "terngrad",
+    "topk(0.01)",
+    "topk(1)",
+    "randomk(0.1)",
+]
 ALL += [f"qsgd({bits})" for bits in range(2, 9)]
 SIZES = [0, 1, 2, 5, 7, 8, 102, 103, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77, 1024, 3072, 65541, 400003]
 
@@ -23,7 +34,7 @@ SIZES = [0, 1, 2, 5, 7, 8, 102, 103, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77
 @pytest.mark.parametrize("name", ALL)
 def test_bytes_and_numbers_are_those_of_a_cpu(name: str, kind: str, size: int) -> None:
     how, rows = (
-        codec(Compression.parse(name)),
+        parse_row_codec(name),
         torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
     )
     if kind == "zeros":
@@ -52,7 +63,7 @@ def test_bytes_and_numbers_are_those_of_a_cpu(name: str, kind: str, size: int) -
         torch.testing.assert_close(decoded, there.cpu(), rtol=0, atol=2.0**-21 if add else 0, equal_nan=True)
         assert bool(decoded.isfinite().all()) == (kind != "nan" or not size)
     left, kept = rows.cuda(), torch.zeros_like(rows)
-    assert torch.equal(how.encode(left, 5, take=True).cpu()[finite], here[finite])
+    assert torch.equal(how.encode(left, 5, subtract=True).cpu()[finite], here[finite])
     how.decode(here, kept, 5)
     bound = float(rows.nan_to_num(0).abs().max()) * 2.0**-21 if size else 0.0
     torch.testing.assert_close(left.cpu()[finite], (rows - kept)[finite], rtol=0, atol=bound)
