@@ -6,25 +6,16 @@ Each rule returns the problems it finds, in the user's words: the key, what was 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, TypeVar
 
 from shardwise.codecs import parse_codec, weight_codecs
 from shardwise.config.compression import AUTO, SETTINGS, SumCompression
 from shardwise.config.parameters import count
-from shardwise.config.schema import (
-    ClusterSection,
-    Data,
-    Hogwild,
-    Layout,
-    Local,
-    Model,
-    Recovery,
-    Section,
-    Server,
-    Train,
-)
+from shardwise.config.schema import ClusterSection, Data, Layout, Model, Train
+from shardwise.drivers.registry import DRIVERS, driver_named
+from shardwise.section import Section
 
 MOST_WEIGHTS = 10**15
 T = TypeVar("T")
@@ -40,11 +31,28 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
     A rule names the tables that it needs as its parameters, and is left out where one of them is not there.
     """
     problems: list[str] = []
-    for rule in RULES:
+    for rule in (*RULES, *_rules_of_driver(sections)):
         needed = [sections.get(name) for name in signature(rule).parameters]
         if None not in needed:
             problems += found_by(rule, *needed)
-    return problems
+    return problems + list(found_by(_unused_tables, sections))
+
+
+def _rules_of_driver(sections: Mapping[str, Section]) -> tuple[Callable[..., Iterator[str]], ...]:
+    """The rules of the driver that the job asks for; none where that name is wrong."""
+    train = sections.get("train")
+    return driver_named(train.driver).rules if isinstance(train, Train) and "driver" in train.__dict__ else ()
+
+
+def _unused_tables(sections: Mapping[str, Section]) -> Iterator[str]:
+    """Settings of drivers that the job does not ask for."""
+    train = sections.get("train")
+    if not isinstance(train, Train):
+        return
+    unused = DRIVERS.keys() - {train.driver}
+    for name in [name for name in DRIVERS if name in unused and name in sections]:
+        for key in sections[name].changed_keys():
+            yield f"{name}.{key}: has no effect without train.driver = {name!r}; leave it out, or set that"
 
 
 def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
@@ -95,17 +103,6 @@ def _float8_module(model: Model, train: Train) -> Iterator[str]:
             "'bfloat16' where "
             "model.module is given"
         )
-
-
-def _leave_out(what: str, section: str, table: Section, names: Sequence[str], why: str = "") -> Iterator[str]:
-    """The problem that some of these keys were given, where this driver has no use for them."""
-    given = [
-        f"{section}.{name}"
-        for name in names
-        if getattr(table, name) != type(table).model_fields[name].default
-    ]
-    if given:
-        yield f"{what}: leave {' and '.join(given)} out{why}"
 
 
 def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
@@ -342,131 +339,6 @@ def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
         yield f"{what}: keeps float32 states; leave train.state_dtype out"
 
 
-def _server(train: Train, server: Server) -> Iterator[str]:
-    if train.driver != "server":
-        yield from _without_driver("server", server)
-        return
-    if server.damping and server.max_staleness == 0:
-        yield (
-            "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave "
-            "it out"
-        )
-
-
-def _portions(train: Train, server: Server) -> Iterator[str]:
-    if train.driver == "server" and server.portions and train.global_batch % server.portions:
-        yield (
-            f"server.portions = {server.portions}: does not divide train.global_batch = "
-            f"{train.global_batch}; "
-            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
-        )
-
-
-def _local(train: Train, local: Local) -> Iterator[str]:
-    if train.driver != "local":
-        yield from _without_driver("local", local)
-        return
-    if train.global_batch % local.groups:
-        yield (
-            f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; "
-            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
-        )
-    if local.steps % local.fragments:
-        yield (
-            f"local.fragments = {local.fragments}: does not divide local.steps = {local.steps}; "
-            f"use one of {', '.join(map(str, divisors(local.steps)))}"
-        )
-    elif local.overlap >= local.steps // local.fragments:
-        yield (
-            f"local.overlap = {local.overlap}: an exchange has to be over before the next begins, after "
-            f"{local.steps // local.fragments} steps; use at most {local.steps // local.fragments - 1}"
-        )
-
-
-def _train_of_groups(train: Train) -> Iterator[str]:
-    what = "train.driver = 'local'"
-    if train.driver != "local":
-        return
-    if train.precision == "float16":
-        yield (
-            f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or "
-            f"float32"
-        )
-    if train.state_dtype == "bfloat16":
-        yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
-    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
-
-
-def _layout_of_groups(train: Train, layout: Layout) -> Iterator[str]:
-    what = "train.driver = 'local'"
-    if train.driver != "local":
-        return
-    if layout.offload:
-        yield f"{what}: groups exchange what is on the devices; leave layout.offload out"
-    exchanged = "; what groups exchange is local.compression"
-    yield from _leave_out(what, "layout", layout, ("compression", "weight_compression"), exchanged)
-
-
-def _hogwild(train: Train, hogwild: Hogwild) -> Iterator[str]:
-    if train.driver != "hogwild":
-        yield from _without_driver("hogwild", hogwild)
-
-
-def _without_driver(driver: str, section: Section) -> Iterator[str]:
-    fields = type(section).model_fields
-    for name in [name for name, value in section.__dict__.items() if value != fields[name].default]:
-        yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
-
-
-def _copies(train: Train, recovery: Recovery) -> Iterator[str]:
-    why = {"local": "whose groups differ", "hogwild": "whose workers have one memory"}
-    if recovery.copies and train.driver in why:
-        yield f"recovery.copies: not with train.driver = {train.driver!r}, {why[train.driver]}; leave it out"
-
-
-WHOLE_MODELS = ("server", "hogwild")
-"""Drivers whose workers are one device each: for a parameter server, or in shared memory."""
-
-
-def _whole_models(train: Train, layout: Layout) -> Iterator[str]:
-    if train.driver not in WHOLE_MODELS:
-        return
-    what = f"train.driver = {train.driver!r}"
-    usual = {name for name, value in layout.__dict__.items() if value == Layout.model_fields[name].default}
-    usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
-    if given := sorted(layout.model_fields_set - usual - {"data"}):
-        yield (
-            f"{what}: each of layout.data workers has a whole model; leave "
-            f"layout.{', layout.'.join(given)} out"
-        )
-
-
-def _train_of_whole_models(train: Train) -> Iterator[str]:
-    if train.driver not in WHOLE_MODELS:
-        return
-    what = f"train.driver = {train.driver!r}"
-    if train.precision == "float16":
-        yield (
-            f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or "
-            f"float32"
-        )
-    if train.precision == "float8":
-        yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"
-    if train.driver == "hogwild" and train.state_dtype == "bfloat16":
-        yield (
-            f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
-        )
-    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
-
-
-def _dense_models(model: Model, train: Train) -> Iterator[str]:
-    if train.driver in WHOLE_MODELS and model.experts:
-        yield (
-            f"train.driver = {train.driver!r}: not with experts, whose loads are known to single "
-            f"workers alone"
-        )
-
-
 def _positions(model: Model, data: Data) -> Iterator[str]:
     if data.sequence_length > model.max_positions:
         or_raise = (
@@ -509,16 +381,6 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     problems_of_compression,
     _gathers,
     _one_bit_adam,
-    _server,
-    _portions,
-    _local,
-    _train_of_groups,
-    _layout_of_groups,
-    _hogwild,
-    _whole_models,
-    _train_of_whole_models,
-    _dense_models,
-    _copies,
     _one_cluster,
     _positions,
     _float8_on_the_wire,

@@ -18,9 +18,11 @@ from math import prod
 from operator import and_
 from typing import Any, Literal, NamedTuple, get_args
 
+from shardwise.config.axes import AXES
 from shardwise.config.check import divisors, nearest_multiples
 from shardwise.config.schedules import Numbers, problem_of_stages, splits_backward, stages_per_rank
 from shardwise.config.schema import Data, Layout, Model, Recompute, Train
+from shardwise.drivers.registry import driver_named
 
 BY_OPERATOR = ("selective", "all-but-attention")
 """Recomputation that keeps what some operators put out, and allows one pass backward."""
@@ -49,13 +51,9 @@ class Rule:
     """What is wrong with the layout that was asked for, and where it is known, what to write instead."""
     fields: tuple[str, ...] = ()
     """Degrees of the layout of which another value may help, the likeliest first."""
-    short: str = ""
-    """A template: the problem in few words, for the planner's list of refused degrees. Empty where a choice
-    beside the degrees decides."""
-
-    def in_short(self, job: JobTables) -> str:
-        """The problem in few words."""
-        return self.short.format(**job._asdict())
+    short: Callable[[JobTables], str] | None = None
+    """The problem in few words, for the planner's list of refused degrees. None where a choice beside the
+    degrees decides."""
 
 
 def _template(text: str) -> Callable[[JobTables], str]:
@@ -94,7 +92,7 @@ TENSOR = (
             "whole"
         ),
         ("tensor",),
-        "tensor does not divide {model.heads} heads",
+        _template("tensor does not divide {model.heads} heads"),
     ),
     Rule(
         lambda job, layout: splits_or_repeats(job.model.kv_heads, layout.tensor) == 0,
@@ -103,13 +101,13 @@ TENSOR = (
             "evenly over it; one must divide the other"
         ),
         ("tensor",),
-        "tensor neither divides {model.kv_heads} key heads nor is divided by them",
+        _template("tensor neither divides {model.kv_heads} key heads nor is divided by them"),
     ),
     Rule(
         lambda job, layout: job.model.vocabulary < layout.tensor,
         _template("layout.tensor = {layout.tensor}: more than model.vocabulary = {model.vocabulary}"),
         ("tensor",),
-        "tensor is more than the vocabulary",
+        _template("tensor is more than the vocabulary"),
     ),
 )
 
@@ -146,7 +144,7 @@ PIPELINE = (
             f"at most {job.model.layers} stages"
         ),
         ("pipeline",),
-        "pipeline has more stages than the model's {model.layers} blocks",
+        _template("pipeline has more stages than the model's {model.layers} blocks"),
     ),
     Rule(
         _cut_is_wrong,
@@ -175,16 +173,28 @@ RECOMPUTE = (
         ),
     ),
 )
-SHARES = (
-    Rule(
-        lambda job, layout: (layout.pipeline > 1) & (job.train.shares == "by speed"),
-        _template(
-            "train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send "
-            "each other messages of one size; use train.shares = 'even', or another axis"
+
+
+# -- axes that a driver cannot have --------------------------------------------------------------------------
+
+
+def _of_driver(axis: str) -> Rule:
+    """The rule that the job's driver can do with several devices along an axis."""
+
+    def why(job: JobTables) -> str | None:
+        return driver_named(job.train.driver).refused_axes.get(axis)
+
+    return Rule(
+        lambda job, layout: (getattr(layout, axis) > 1) & (why(job) is not None),
+        lambda job: (
+            f"train.driver = {job.train.driver!r}: not with layout.{axis} = {getattr(job.layout, axis)}, "
+            f"because {why(job)}; use train.driver = 'synchronous', or another axis"
         ),
-        short="pipelines need even shares",
-    ),
-)
+        short=lambda job: f"{axis} is above 1, and {why(job)}",
+    )
+
+
+DRIVER = tuple(_of_driver(axis) for axis in AXES)
 
 
 # -- a sequence over `context` and `tensor` ------------------------------------------------------------------
@@ -284,7 +294,7 @@ SEQUENCE = (
         lambda job, layout: job.data.sequence_length % (layout.context * layout.tensor) != 0,
         _sequence_problem,
         ("context", "tensor"),
-        "a sequence of {data.sequence_length} does not divide over context x tensor",
+        _template("a sequence of {data.sequence_length} does not divide over context x tensor"),
     ),
     Rule(
         lambda job, layout: job.data.sequence_length % sequence_multiple(job.model, layout) != 0,
@@ -416,12 +426,12 @@ BATCH = (
             not _is_open(layout) and job.train.global_batch % (layout.replica * layout.data) != 0
         ),
         _global_batch_problem,
-        short="a global batch of {train.global_batch} does not divide over replica x data",
+        short=_template("a global batch of {train.global_batch} does not divide over replica x data"),
     ),
     Rule(_cuts_micro_batch, _micro_batch_problem),
 )
 
-RULES = (TENSOR, PIPELINE, RECOMPUTE, SHARES, SEQUENCE, EXPERT, NEARBY)
+RULES = (TENSOR, PIPELINE, RECOMPUTE, *((rule,) for rule in DRIVER), SEQUENCE, EXPERT, NEARBY)
 """Groups of rules. Of each group the first broken rule is reported: those after it build on it."""
 OF_DEGREES = tuple(rule for group in (*RULES, BATCH) for rule in group if rule.short)
 """Rules that the planner can hold degrees to, before it looks at the choices inside them."""

@@ -94,6 +94,8 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("attn_implementation", "flash_attention", "use_flash_attn", "sdp_attention"),
     _BY_ITSELF),
     **dict.fromkeys(("packing", "sample_packing"), _PACKED),
+    "shares": OurKey("train.driver", "by-speed", "or synchronous: even shares"),
+    "local_steps": OurKey("local.sync_every"),
     **dict.fromkeys(("wd", "l2"), OurKey("train.weight_decay")),
     **dict.fromkeys(("max_grad_norm", "max_norm", "gradient_clipping", "clip_grad", "grad_clip",
     "gradient_clip_val"),

@@ -29,10 +29,11 @@ from shardwise.config.layouts import problems_of_layout
 from shardwise.config.other_names import did_you_mean, dtype_meant, our_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained import Tables, with_pretrained
-from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Section, Source, Train
+from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Source, Train
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes
 from shardwise.invoked import typed
+from shardwise.section import Section
 
 Origins = dict[str, str]
 """By section.key, where a value comes from; one that is not in it has its default."""

@@ -17,11 +17,11 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapV
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shardwise.config.dtypes import PeakPrecision
-from shardwise.config.schema import Section
 from shardwise.cost.cluster import KINDS, Cluster, Device, Kind, Link, Measured
 from shardwise.errors import ConfigError, UserError, shown
 from shardwise.files import parse_toml, read_bytes
 from shardwise.plan.step_terms import TERMS, Term
+from shardwise.section import Section
 from shardwise.units import GIB
 
 _LARGEST = 1e18

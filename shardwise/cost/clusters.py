@@ -27,8 +27,8 @@ _T, _G, _US = 1e12, 1e9, 1e-6
 
 
 def _device(peaks: str, name: str, gib: float, gb_s: float, watts: float, **figures: float) -> Device:
-    """Return a device with the peaks of this row (cost/device_peaks.py), its memory, its memory's bandwidth and
-    its rated power; `figures` are those that differ from the defaults of `Device`."""
+    """Return a device: the peaks of this row of cost/device_peaks.py, its memory, bandwidth and rated power;
+    `figures` are those that differ from the defaults of `Device`."""
     return Device(name, gib * GIB, PEAKS[peaks].flops, gb_s * _G, watts=watts, **figures)
 
 

@@ -27,6 +27,7 @@ from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
 from shardwise.config.parameters import OwnParameters
+from shardwise.drivers.registry import driver_of
 from shardwise.models import (
     Head,
     Sharding,
@@ -263,7 +264,7 @@ def _recompute_and_compile(
     if compiled and config.train.precision == "float8":
         recompute_casts()
     if compiled:
-        dynamic = config.train.shares == "by speed"
+        dynamic = driver_of(config).varies_rows
         compile_blocks(model, _blocks(model, table), fullgraph=whole_graph, dynamic=dynamic)
     if around:
         recompute(model, _blocks(model, table), mode, compiled, draws)
@@ -284,7 +285,7 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     settings = _compression(config, model, table, comm)
     if not engine.sharded:
         allocate(model, comm.device)
-        alone = engine.single or train.driver == "hogwild"  # whose workers share one copy of the weights
+        alone = engine.single or driver_of(config).why_unsharded is not None
         return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[compute_dtype(train)], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]

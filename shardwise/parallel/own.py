@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.config import Config, Layout
 from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
 from shardwise.config.own_module import without_table
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted, name_of
@@ -68,12 +69,8 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
             else "it has none"
         )
         yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
-    if frozen and train.driver == "server":
-        yield (
-            f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and "
-            f"sum all of them; use "
-            "'synchronous', 'local' or 'hogwild'"
-        )
+    if frozen:
+        yield from driver_of(config).problems_of_frozen(name, frozen[0])
     if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
         dtype = model.get_parameter(odd[0]).dtype
         yield (
@@ -105,7 +102,7 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
             "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
-    if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
+    if sparse and driver_of(config).sums_gradients(layout):
         yield (
             f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
             f"train on one device, or "

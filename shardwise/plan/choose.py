@@ -32,6 +32,7 @@ from shardwise.config import (
 from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.parameters import OwnParameters, count
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8 import unknown_patterns
@@ -275,7 +276,7 @@ def _what_fits(
         )
 
     assert layout.zero is not None, "it is chosen"
-    shards = shares_weights(layout, config.model.experts) and config.train.driver != "hogwild"
+    shards = shares_weights(layout, config.model.experts) and driver_of(config).why_unsharded is None
     most = 0 if needs_whole_momenta(config.train, layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
@@ -304,8 +305,8 @@ def _zero(
 ) -> tuple[int, str]:
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
-    if config.train.driver == "hogwild":
-        return 0, "workers share one memory"
+    if why := driver_of(config).why_unsharded:
+        return 0, why
     if layout.zero is not None:
         return layout.zero, "as asked"
     if needs_whole_momenta(config.train, layout):

@@ -29,6 +29,7 @@ from shardwise.config import (
 )
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.layout_rules import (
+    DRIVER,
     EXPERT,
     NEARBY,
     OF_DEGREES,
@@ -167,8 +168,8 @@ def _possible(job: JobTables, grids: Space, refused: Counter[str]) -> Space:
     """The grids that break no rule. Each of the others is counted under the first rule that it breaks."""
     for rule in OF_DEGREES:
         broken = _is_broken((rule,), job, grids)
-        if broken.any():
-            refused[rule.in_short(job)] += int(broken.sum())
+        if rule.short and broken.any():
+            refused[rule.short(job)] += int(broken.sum())
             grids = grids.take(np.flatnonzero(~broken))
     return grids
 
@@ -187,7 +188,7 @@ def _grids(job: JobTables, grids: Space, fixed: Mapping[str, Any]) -> Iterator[_
     ways = {"ulysses": [(0,)], "ring": [(1,)]}.get(fixed.get("attention", ""), [(0,), (1,)])
     runs, tried = ("schedule", "stages_per_rank", "recompute"), _modes(job, fixed)
     of_grids = zip(
-        _allowed(job, grids, EXPERT, ("expert",), wanted),
+        _allowed(job, grids, (*EXPERT, *DRIVER), ("expert",), wanted),
         _allowed(job, grids, SEQUENCE, ("ring",), ways),
         _allowed(job, grids, (*PIPELINE, *OF_RECOMPUTATION), runs, _runs(tried, fixed)),
         strict=True,

@@ -182,7 +182,7 @@ def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
     next_degree = Layout(tensor=2 * row["tensor"])  # type: ignore[call-arg]
     job = JobTables(config.model, config.data, config.train, next_degree)
     broken = islice(broken_rules(TENSOR, job), 1)
-    return [f"tensor = {next_degree.tensor} is refused: {rule.in_short(job)}" for rule in broken]
+    return [f"tensor = {next_degree.tensor} is refused: {rule.short(job)}" for rule in broken if rule.short]
 
 
 def _largest(result: SearchResult, best: int) -> str:

@@ -25,6 +25,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
 from shardwise.plan.float8 import gathered_in_float8, scale_count, shares, unknown_patterns
@@ -130,7 +131,7 @@ def check_countable(config: Config) -> None:
             "your own; "
             "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
-    if config.train.driver != "synchronous":
+    if not driver_of(config).lockstep:
         raise UserError(
             f"train.driver = {config.train.driver!r}: the planner predicts devices in lockstep; "
             "add train.driver=synchronous to plan for those, and leave the driver's own table out"

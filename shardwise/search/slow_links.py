@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.config import Layout, Local, divisors, problems_of_compression
+from shardwise.config import Layout, divisors, problems_of_compression
 from shardwise.config.compression import SETTINGS, SumCompression
+from shardwise.config.schema import SECTIONS
 from shardwise.cost.collectives import group_of, rates, wire_factor
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
@@ -38,8 +39,8 @@ from shardwise.search.search import NEAR, SearchResult
 
 WORTHWHILE = 1.1
 """How many times quicker a step must become for a codec to be worth its risk."""
-OUTER_EVERY = Local().steps  # type: ignore[call-arg]
-"""Steps between two meetings of groups that train by themselves."""
+OUTER_EVERY = int(SECTIONS["local"].model_fields["sync_every"].default)
+"""Steps between two exchanges of groups that train by themselves."""
 _OUTER_BYTES = 8.0
 """For each parameter averaged: its value at the last average, and the outer momentum."""
 _DATA = ("data", "replica")
@@ -201,8 +202,8 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
             0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share
         ),
         fits=True,
-        changes=f"{count} groups train by themselves and meet every {OUTER_EVERY} steps (DiLoCo): another "
-        f"algorithm; many groups "
+        changes=f"{count} groups train by themselves and exchange weights every {OUTER_EVERY} steps "
+        "(DiLoCo): another algorithm; many groups "
         f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the '
         f"layout data = "
         f"{int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",

@@ -9,6 +9,7 @@ from shardwise.config.compression import SumCompression
 from shardwise.config.layout_rules import ring_lacks
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.cost.device_peaks import peak_flops
+from shardwise.drivers.registry import driver_of
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
@@ -84,7 +85,7 @@ def _emulated(config: Config, device: torch.device) -> str:
 def _optimizer(training: Training) -> str:
     """The optimizer, and what clipping acts on where it sums momenta instead of gradients."""
     config = training.config
-    name = describe_optimizer(training.optimizer, None if training.outer is None else config.local.steps)
+    name = driver_of(config).describe_optimizer(config, describe_optimizer(training.optimizer))
     if not isinstance(training.optimizer, OneBitAdam):
         return name
     clipped = (
@@ -121,30 +122,14 @@ def _named(model: Model) -> str:
 def _devices(training: Training) -> dict[str, str]:
     config, plan, device = training.config, training.plan, training.mesh.device
     batch = f"{counted(config.train.global_batch, 'sequence')} of {config.data.sequence_length}"
-    if config.train.driver == "server":
-        return {
-            "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
-            "batch": f"{batch} in {counted(config.server.portions or 1, 'portion')}; staleness "
-            f"{_bound(config)}",
-        }
-    return {
+    lines = {
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),
         "chosen": plan.chosen(),
         "batch": f"{batch}: {counted(plan.groups * plan.layout.data_parallel, 'device')} x "
-        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}{_updates(config)}",
+        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}",
     }
-
-
-def _updates(config: Config) -> str:
-    if config.train.driver != "hogwild":
-        return ""
-    return f", each an update {'under a lock' if config.hogwild.locked else 'without a lock'}"
-
-
-def _bound(config: Config) -> str:
-    bound = config.server.staleness_bound
-    return "unbounded" if bound is None else f"{bound} at most"
+    return driver_of(config).describe_devices(training, lines)
 
 
 def _saving(checkpoint: Checkpoint) -> str:
@@ -162,23 +147,16 @@ def _minutes(minutes: float) -> str:
     return "minute" if minutes == 1 else f"{minutes:g} minutes"
 
 
-def describe_optimizer(optimizer: torch.optim.AdamW, outer_every: int | None) -> str:
-    """The optimizer that makes the updates, and after how many steps groups make an outer one, if they do."""
+def describe_optimizer(optimizer: torch.optim.AdamW) -> str:
+    """The optimizer that makes the updates."""
     if isinstance(optimizer, OneBitAdam):
-        name = (
+        return (
             "1-bit Adam: AdamW at first, then momentum that devices exchange compressed, with a constant "
             "variance"
         )
-    elif isinstance(optimizer, RoundedAdamW):
-        name = "AdamW on bfloat16 weights and moments, rounded by chance"
-    else:
-        name = "AdamW, fused kernel"
-    if outer_every is None:
-        return name
-    return (
-        f"{name}; an outer step of all groups every "
-        f"{'step' if outer_every == 1 else counted(outer_every, 'step')}"
-    )
+    if isinstance(optimizer, RoundedAdamW):
+        return "AdamW on bfloat16 weights and moments, rounded by chance"
+    return "AdamW, fused kernel"
 
 
 def _stored(train: Train) -> str:
@@ -256,7 +234,7 @@ def _threads(device: torch.device) -> str:
 def _without_effect(training: Training) -> dict[str, str]:
     """Settings that change nothing here are named, never ignored in silence."""
     layout, config, train = training.plan.layout, training.config, training.config.train
-    on_cpu, on_host = training.mesh.device.type == "cpu", train.driver in ("server", "hogwild")
+    driver, on_cpu = driver_of(config), training.mesh.device.type == "cpu"
     idle = {
         "layout.offload: states are in host memory already": layout.offload and on_cpu,
         f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(
@@ -270,13 +248,10 @@ def _without_effect(training: Training) -> dict[str, str]:
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
         and layout.attention != "auto",
         "GPUs: there are more workers than GPUs, so all compute on the CPU; with run.device=cuda "
-        "they share": on_cpu and local_gpus() > 0 and config.run.device == "auto" and not on_host,
-        "GPUs: workers share the memory of the host, and compute on its CPUs": train.driver == "hogwild"
-        and local_gpus() > 0,
-        "train.shares: on GPUs only with data alone and zero = 0 can a device's work be told from its "
-        "waiting": not on_cpu
-        and train.shares == "by speed"
-        and not (layout.zero == 0 and layout.world == layout.data_parallel),
+        "they share": on_cpu
+        and local_gpus() > 0
+        and config.run.device == "auto"
+        and not driver.ranks_on_host,
         "train.deterministic: CPUs add in one order anyway": on_cpu and train.deterministic,
         "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
         "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
@@ -284,7 +259,8 @@ def _without_effect(training: Training) -> dict[str, str]:
         "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0
         and train.steps == 1,
     }
-    notes = [note for note, true in idle.items() if true] + _idle_float8(config)
+    notes = [note for note, true in idle.items() if true]
+    notes += driver.settings_without_effect(training) + _idle_float8(config)
     return {"no effect": "; ".join(notes)} if notes else {}
 
 

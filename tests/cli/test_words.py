@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from shardwise.cli.app import app
 from shardwise.config import Train, read
 from shardwise.config.model_config import MIXTRAL, _differences
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.models.dtypes import DTYPES
 from shardwise.optim import make_optimizer
@@ -109,6 +110,11 @@ def test_the_header_names_the_optimizer_that_runs(train: dict[str, Any], says: s
     made = make_optimizer(
         [("weight", torch.nn.Parameter(torch.zeros(2, 2, dtype=DTYPES[state_dtype(settings)])))], settings
     )
-    assert describe_optimizer(made, None).startswith(says)
-    assert describe_optimizer(made, 1).endswith("; an outer step of all groups every step")
-    assert describe_optimizer(made, 8).endswith("; an outer step of all groups every 8 steps")
+    assert describe_optimizer(made).startswith(says)
+
+
+@pytest.mark.parametrize(("every", "says"), [(1, "every step"), (8, "every 8 steps")])
+def test_the_header_names_the_outer_steps_of_groups(every: int, says: str) -> None:
+    config = read(QUICKSTART, ["train.driver=local", f"local.sync_every={every}"])
+    line = driver_of(config).describe_optimizer(config, "AdamW, fused kernel")
+    assert line == f"AdamW, fused kernel; an outer step of all groups {says}"

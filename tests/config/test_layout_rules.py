@@ -30,7 +30,7 @@ def jobs(draw: st.DrawFn) -> Config:
     model |= {"kv_heads": kv_heads, "hidden": 4 * heads, "vocabulary": draw(st.sampled_from([3, 64]))}
     model |= draw(st.sampled_from([{}, {"experts": 4, "experts_per_token": 2}, {"window": 8}]))
     train = {"global_batch": draw(st.sampled_from([6, 8])), "micro_batch": draw(st.sampled_from([1, 3]))}
-    train["shares"] = draw(st.sampled_from(["even", "by speed"]))
+    train["driver"] = draw(st.sampled_from(["synchronous", "by-speed"]))
     data = {"source": "text.txt", "sequence_length": draw(st.sampled_from([12, 16, 18]))}
     return from_tables({"model": model, "data": data, "train": train})
 

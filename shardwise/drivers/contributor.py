@@ -1,9 +1,9 @@
 """A worker of a parameter server: asks for a portion of the data, pulls the weights, and pushes its gradient,
 at its own pace.
 
-It is one device with a whole model. Nothing of it needs to be kept: when it is lost, the portion that it had
-goes to another, and a new worker begins by pulling the weights. When the servers are gone, it lets go and
-waits for word of the next ones.
+It is one device with a whole model. Nothing of it needs to be saved: when it is lost, its portion goes to
+another worker, and a new one begins by pulling the weights. When the servers are gone, it waits for the next
+ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from shardwise.asynchronous.wire import Wire, dial
 from shardwise.config import Config, Layout
 from shardwise.data import Dataset
 from shardwise.data.batches import Batch, parts, to_batch
+from shardwise.drivers.contributions import credentials, digest
+from shardwise.drivers.server_settings import server_settings
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, meeting_place
 from shardwise.models import attention_backends
@@ -32,7 +34,6 @@ from shardwise.plan import choose, reduce_dtype
 from shardwise.resilience.channel import NotOurs
 from shardwise.resilience.host_link import NoHost
 from shardwise.train.build import Training, build
-from shardwise.train.serve import credentials, digest
 
 log = logging.getLogger("shardwise")
 
@@ -42,8 +43,32 @@ MEET_SECONDS = 60.0
 """How long the servers may take to say where they are."""
 
 
-def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Training:
-    """The model on this device alone."""
+class Contributor:
+    """A worker of a parameter server, which keeps its model while teams of servers come and go."""
+
+    def __init__(self, config: Config, worker: Worker, dataset: Dataset) -> None:
+        self._config, self._training = config, _build_alone(config, worker, dataset)
+
+    def work(self, worker: Worker, ranks: int, link: NoHost) -> bool:
+        """Work for this many servers; return whether all is done. False: the servers are gone."""
+        wires: list[Wire] = []
+        try:
+            for rank in range(ranks):
+                store = meeting_place(worker, timedelta(seconds=MEET_SECONDS))
+                address, _, port = store.get(f"listener {rank}").decode().rpartition(" ")
+                wires.append(dial(address, int(port), credentials(worker.store_name)))
+            return _Connected(self._training, self._config, wires, worker).work(link)
+        except (OSError, EOFError, NotOurs, torch.distributed.DistError) as error:
+            log.warning("let go of the servers: %s", error)
+            time.sleep(RETRY_SECONDS)
+            return False
+        finally:
+            for wire in wires:
+                wire.close()
+
+
+def _build_alone(config: Config, worker: Worker, dataset: Dataset) -> Training:
+    """Build the model on this device alone."""
     layout = Layout(data=1)  # type: ignore[call-arg]
     alone = config.model_copy(
         update={"layout": layout, "train": config.train.model_copy(update={"driver": "synchronous"})}
@@ -52,26 +77,8 @@ def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Train
     return build(alone, choose(alone, 1), own, dataset, draw=False)  # weights come from the servers
 
 
-def contribute(training: Training, config: Config, worker: Worker, servers: int, link: NoHost) -> bool:
-    """Work for these servers, which run this job; whether all is done, or they are gone."""
-    wires: list[Wire] = []
-    try:
-        for rank in range(servers):
-            where = meeting_place(worker, timedelta(seconds=MEET_SECONDS)).get(f"front {rank}").decode()
-            address, _, port = where.rpartition(" ")
-            wires.append(dial(address, int(port), credentials(worker.store_name)))
-        return _Contributor(training, config, wires, worker).work(link)
-    except (OSError, EOFError, NotOurs, torch.distributed.DistError) as error:
-        log.warning("let go of the servers: %s", error)
-        time.sleep(RETRY_SECONDS)
-        return False
-    finally:
-        for wire in wires:
-            wire.close()
-
-
-class _Contributor:
-    """A worker that has reached its servers."""
+class _Connected:
+    """A worker that is connected to its servers."""
 
     def __init__(self, training: Training, config: Config, wires: Sequence[Wire], worker: Worker) -> None:
         self.training, self.config, self.wires = training, config, wires
@@ -80,17 +87,18 @@ class _Contributor:
         name = f"{socket.gethostname()[:200]}-{worker.local_rank}-{time.monotonic_ns():x}"
         self.slices = [self._greet(wire, name) for wire in wires]
         self.buffers = [torch.empty(_numbers(slices), dtype=dtype) for slices in self.slices]
-        self.codec = training.config.server.codec
+        self.codec = server_settings(config).codec
         self.feeds_back = self.codec is not None and self.codec.shrinks_errors
         self.left_out = [torch.zeros_like(buffer) for buffer in self.buffers] if self.feeds_back else []
         self.versions = [-1] * len(wires)
-        """Of the weights that each server sent last."""
+        """Version of the weights that each server sent last."""
 
     def work(self, link: NoHost) -> bool:
-        """Until there is no more to do."""
+        """Compute portions until there are no more, or the worker is asked to stop; return whether all is
+        done."""
         count = 0
         while True:
-            match _said(self.wires[0], messages.Ask()):
+            match _answer(self.wires[0], messages.Ask()):
                 case messages.Task(portion, version):
                     self._pull(version)
                     self._compute(portion)
@@ -106,7 +114,7 @@ class _Contributor:
                 return False
 
     def _greet(self, wire: Wire, name: str) -> dict[str, tuple[slice, ...]]:
-        welcome = _said(wire, messages.Hello(name))
+        welcome = _answer(wire, messages.Hello(name))
         if not isinstance(welcome, messages.Welcome) or welcome.slices.keys() != self.parameters.keys():
             raise NotOurs("a server of another model")
         if welcome.job != digest(self.config):
@@ -150,7 +158,7 @@ class _Contributor:
         for wire in self.wires:
             if not isinstance(_received(wire), messages.Stored):
                 raise NotOurs("no answer to a worker that pushes")
-        noted = _said(self.wires[0], brought(training, portion, loss, batch))
+        noted = _answer(self.wires[0], brought(training, portion, loss, batch))
         if not isinstance(noted, messages.Noted):
             raise NotOurs("no answer to a worker that brings")
         if not noted.counts:  # what it had kept from before was in it
@@ -163,8 +171,8 @@ class _Contributor:
             raise RunFailed(f"the data of portion {portion} cannot be read: {error}") from error
 
     def _encoded(self, server: int, portion: int) -> Tensor:
-        """What is sent of the gradient that lies in this server's buffer; what is left out is kept for the
-        next."""
+        """Return the gradient in this server's buffer as it is sent. What encoding leaves out is added to the
+        next gradient."""
         buffer = self.buffers[server]
         if self.codec is None:
             return buffer
@@ -174,7 +182,7 @@ class _Contributor:
 
 
 def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
-    """The micro-batches of a portion of so many rows."""
+    """Return the micro-batches of a portion of `size` rows."""
     train, dataset = training.config.train, training.dataset
     count = -(-size // (train.micro_batch or size))
     rows = [(portion * size + part.start, len(part)) for part in parts(size, count)]
@@ -184,7 +192,7 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
 
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
-    """The loss of a portion, summed over its items; its gradient is left on the parameters."""
+    """Return the loss of a portion, summed over its items; its gradient is left on the parameters."""
     dtype = DTYPES[reduce_dtype(training.config.train)]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
@@ -196,7 +204,7 @@ def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
 
 
 def brought(training: Training, portion: int, loss: float, batch: Sequence[Batch]) -> messages.Bring:
-    """What a worker says of a portion."""
+    """Return what a worker reports of a portion."""
     items = sum(float(training.parallel.items(one)) for one in batch)
     return messages.Bring(
         portion, loss, items, sum(one.valid for one in batch), sum(one.checksum for one in batch)
@@ -204,7 +212,7 @@ def brought(training: Training, portion: int, loss: float, batch: Sequence[Batch
 
 
 def _views(buffer: Tensor, slices: dict[str, tuple[slice, ...]]) -> list[tuple[str, Tensor]]:
-    """The parts of a flat buffer, each in the shape of its slice."""
+    """Return the parts of a flat buffer, each in the shape of its slice."""
     shapes = {name: [part.stop - part.start for part in where] for name, where in slices.items()}
     pieces = torch.split(buffer, [math.prod(shape) for shape in shapes.values()])
     return [(name, piece.view(shape)) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)]
@@ -214,8 +222,8 @@ def _numbers(slices: dict[str, tuple[slice, ...]]) -> int:
     return sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
 
 
-def _said(wire: Wire, message: messages.FromWorker) -> messages.Message:
-    """The answer to a message."""
+def _answer(wire: Wire, message: messages.FromWorker) -> messages.Message:
+    """Send a message and return the answer."""
     wire.send(messages.to_json(message))
     return _received(wire)
 

@@ -1,13 +1,12 @@
-"""A server's steps: gradients come from workers, who pull the weights and push what they computed
-(asynchronous/).
+"""The gradients of a server's steps, which workers bring (asynchronous/).
 
 The servers of a run are a team like any other: they share weights and optimizer states as ZeRO-3 does, make
-the update together, evaluate, save and recover. Only where a rank of a synchronous team would compute
-gradients, a server takes those that are due from its shelf and adds them up, in the order of the data,
+the update together, evaluate, save and recover. But where a rank of a synchronous team would compute
+gradients, a server takes those of the next update from its store and adds them up, in the order of the data,
 whoever brought them and when.
 
-The first server decides what is due and tells the others, once a second also that nothing is: a server that
-waits for workers is not one that hangs.
+The first server decides which gradients make the next update and tells the others. It also tells them once a
+second that there is no update yet: a server that waits for workers is not one that hangs.
 """
 
 from __future__ import annotations
@@ -22,9 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.asynchronous.servers import Desk, Front, Shelf, Update
+from shardwise.asynchronous.gradient_store import GradientStore
+from shardwise.asynchronous.listener import Listener
+from shardwise.asynchronous.scheduler import Scheduler, Update
 from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.config import Config
+from shardwise.drivers.server_settings import portions, server_settings
 from shardwise.errors import UserError
 from shardwise.mesh import meeting_place
 from shardwise.mesh.sockets import address_towards
@@ -35,7 +37,7 @@ from shardwise.train.build import Training
 from shardwise.train.sources import Drawn
 
 AGE_SHARE = 0.1
-"""Of the last update in the mean staleness by which weights are moved on."""
+"""Weight of the last update in the mean staleness by which weights are moved on."""
 TURN_SECONDS = 1.0
 """How long the first server waits for an update before it tells the others that there is none yet."""
 
@@ -51,43 +53,46 @@ class Contributions:
         public: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Not `public`: nobody from outside is listened to."""
+        """`stop_asked` and `waiting` are called while the server waits for workers. If not `public`, it does
+        not listen for workers."""
         self.training, self._stop_asked, self._waiting = training, stop_asked, waiting
         config, worker = training.config, training.mesh.worker
+        self._settings = server_settings(config)
         self.parameters = dict(training.parallel.named_parameters(once=True))
         dtype = next(iter(self.parameters.values())).dtype
         slices = {name: held(parameter) for name, parameter in self.parameters.items()}
-        self.shelf = Shelf(slices, dtype, config.server.codec)
+        self.store = GradientStore(slices, dtype, self._settings.codec)
         self.rows = config.train.global_batch // portions(config)
         work = Work(
             portions=portions(config),
             updates=config.train.steps,
-            most_stale=config.server.staleness_bound,
-            again=config.server.backups,
+            most_stale=self._settings.staleness_bound,
+            again=self._settings.backups,
             start=self._start(),
         )
-        self.desk = Desk(work, clock) if training.mesh.is_main else None
+        self.scheduler = Scheduler(work, clock) if training.mesh.is_main else None
         self._update: Update | None = None
         self.weights = self._flat()
         self._age = 0.0
-        """Of gradients, in the last updates: the mean staleness."""
+        """Mean staleness of the gradients of the last updates."""
         self._publish()
-        self._front = None
+        self._listener = None
         if public:
             address = address_towards(worker.address, worker.port)
-            self._front = Front(
-                address, credentials(worker.store_name), self.shelf, self.desk, digest(config), self.rows
+            self._listener = Listener(
+                address, credentials(worker.store_name), self.store, self.scheduler, digest(config), self.rows
             )
-            meeting_place(worker).set(f"front {worker.rank}", f"{address} {self._front.port}")
+            meeting_place(worker).set(f"listener {worker.rank}", f"{address} {self._listener.port}")
 
     def draw(self) -> Drawn | None:
+        """Wait for the next update; return None if the run is to stop first."""
         training = self.training
         with training.comm.clock.span("data"):
             update = self._next_update()
         if update is None:
             return None
         self._update = update
-        weights = [1.0 / (1 + age) if training.config.server.damping else 1.0 for age in update.staleness]
+        weights = [1.0 / (1 + age) if self._settings.damping else 1.0 for age in update.staleness]
         rate, items = sum(weights) / len(weights), update.items or 1.0
         with training.comm.clock.span("forward_backward"):
             self._add_up(update, [weight / rate / items for weight in weights])
@@ -99,18 +104,19 @@ class Contributions:
         )
 
     def ahead(self) -> None:
-        pass
+        """Do nothing: workers compute the next gradients."""
 
     def again(self) -> None:
+        """Fail: no step of a server is made again."""
         raise AssertionError("gradients that workers brought are not theirs to bring again")
 
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """The step is done: its weights are the newest."""
+        """Hand out the weights of the step that is done, and note what of the data is in them."""
         self._publish()
         state = State()
-        if self.desk is not None and self._update is not None:
-            self.desk.made(self._update)
-            state = self.desk.state()
+        if self.scheduler is not None and self._update is not None:
+            self.scheduler.made(self._update)
+            state = self.scheduler.state()
         _, after, missing = self.training.peers.from_rank(astuple(state), 0)
         self.training.sequences = after * self.rows
         self.training.missing = tuple(
@@ -118,14 +124,15 @@ class Contributions:
         )
 
     def close(self) -> None:
-        if self.desk is not None:
-            self.desk.close()
-        if self._front is not None:
-            self._front.close()
+        """Close all connections to workers."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _start(self) -> State:
-        """Where the data goes on. Portions are cut from its very beginning, so what was under way must be
-        whole ones."""
+        """Return where the data goes on. Portions are counted from the beginning of the data, so what was
+        under way must be whole portions."""
         training, size = self.training, self.rows
         if training.sequences % size or any(
             rows.start % size or len(rows) != size for rows in training.missing
@@ -143,7 +150,7 @@ class Contributions:
 
     def _next_update(self) -> Update | None:
         while True:
-            update = self.desk.due(TURN_SECONDS) if self.desk is not None else None
+            update = self.scheduler.due(TURN_SECONDS) if self.scheduler is not None else None
             told = self.training.peers.from_rank([_told(update), self._stop_asked()], 0)
             if told[0] is not None:
                 return update or _heard(told[0])
@@ -153,8 +160,8 @@ class Contributions:
 
     @torch.no_grad()
     def _add_up(self, update: Update, factors: list[float]) -> None:
-        """The sum of the gradients, each times its factor."""
-        taken = self.shelf.take(update.keys, update.brought, update.dropped)
+        """Put the sum of the gradients, each times its factor, on the parameters."""
+        taken = self.store.take(update.keys, update.brought, update.dropped)
         start = 0
         for parameter in self.parameters.values():
             own = local(parameter)
@@ -165,18 +172,18 @@ class Contributions:
             torch.mul(taken[0][part], factors[0], out=gradient)
             for other, factor in zip(taken[1:], factors[1:], strict=True):
                 gradient.add_(other[part], alpha=factor)
-        self.shelf.give_back(taken)
+        self.store.give_back(taken)
 
     def _publish(self) -> None:
-        """Hand out the weights, or, where gradients come late, where they will be by then."""
+        """Hand out the weights; where gradients come late, the weights as they are expected to be by then."""
         before, self.weights = self.weights, self._flat()
-        if self._update is None or not self.training.config.server.predicts:
-            self.shelf.publish(self.training.step, self.weights)
+        if self._update is None or not self._settings.predicts:
+            self.store.publish(self.training.step, self.weights)
             return
         ages = self._update.staleness
         self._age += AGE_SHARE * (sum(ages) / len(ages) - self._age)
         ahead = steps_ahead(self._age, momentum=self.training.config.train.betas[0])
-        self.shelf.publish(self.training.step, torch.lerp(before, self.weights, 1 + ahead))
+        self.store.publish(self.training.step, torch.lerp(before, self.weights, 1 + ahead))
 
     @torch.no_grad()
     def _flat(self) -> Tensor:
@@ -186,23 +193,17 @@ class Contributions:
 
 
 def steps_ahead(age: float, momentum: float) -> float:
-    """How far weights move on by momentum alone in so many steps, in steps as long as the last."""
+    """Return how far weights move by momentum alone in `age` steps, in units of the last step."""
     return momentum * (1 - float(momentum**age)) / (1 - momentum)
 
 
-def portions(config: Config) -> int:
-    """Pieces of a global batch."""
-    assert config.server.portions is not None, "filled in before workers start"
-    return config.server.portions
-
-
 def digest(config: Config) -> str:
-    """What a worker must have been started with to work for these servers."""
+    """Return a checksum of the job that a worker and its servers must have in common."""
     return hashlib.sha256(config.model_dump_json(include={"model", "data", "train"}).encode()).hexdigest()
 
 
 def credentials(store_name: str) -> Credentials:
-    """What makes a worker one of a run's: the name of its store, which nobody else knows."""
+    """Return what a worker shows to its servers: the name of the run's store, which nobody else knows."""
     return Credentials("server", store_name.encode())
 
 

@@ -1,11 +1,11 @@
 """Updates without a lock: each micro-batch of a worker is an update of the weights that all workers share
 (Niu et al. 2011).
 
-A step of the run is a global batch, as ever, and every worker has its rows of it. But instead of adding up
-the gradients of its micro-batches, it makes an update with each, at once, in memory that all of them see
-(asynchronous/shared_memory.py). Within a step nobody waits for anybody. At its end all meet, because they
-have to agree on what is recorded, and whether to stop, to save or to evaluate; so a large global batch means
-few meetings, and what is saved is never half an update.
+A step of the run is a global batch, and every worker has its rows of it. But instead of adding up the
+gradients of its micro-batches, it makes an update with each, at once, in memory that all workers see
+(asynchronous/shared_memory.py). Within a step no worker waits for another. At its end all meet, because they
+have to agree on what is recorded, and whether to stop, to save or to evaluate. So a large global batch means
+few such waits, and a checkpoint never has half an update.
 
 One worker alone makes the updates of a synchronous run on one device whose global batch is a micro-batch.
 """
@@ -34,13 +34,14 @@ from shardwise.train.steps import divisor, gradient_norm
 
 
 class LockFree(OwnRows):
-    """Makes the updates of a step, where other sources draw a gradient for one."""
+    """Makes the updates of a step itself; other sources give a gradient for one update."""
 
-    def __init__(self, training: Training, shared: SharedState) -> None:
+    def __init__(self, training: Training, shared: SharedState, takes_lock: bool) -> None:
         super().__init__(training)
-        self.shared, self._takes_lock = shared, training.config.hogwild.locked
+        self.shared, self._takes_lock = shared, takes_lock
 
     def draw(self) -> Drawn:
+        """Make an update with each micro-batch of this rank's rows."""
         training, batch = self.training, self.next_batch()
         tokens = count_tokens(training, batch)
         items = count_items(training, batch, tokens)
@@ -58,8 +59,8 @@ class LockFree(OwnRows):
         )
 
     def _update(self, batch: Batch, items: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
-        """The mean loss of a micro-batch of so many items, the norm of its gradient, and the numbers of an
-        `Updates`."""
+        """Make the update of a micro-batch; return its mean loss over `items`, the norm of its gradient, and
+        the numbers of an `Updates`."""
         training, clock, stamps = self.training, self.training.comm.clock, self.shared.stamps
         lr = learning_rate(training.config.train, training.step + 1)
         training.optimizer.zero_grad()
