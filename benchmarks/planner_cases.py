@@ -24,9 +24,9 @@ from planner_published import convention_of, figures_of, memory_of, seconds_of, 
 
 from shardwise.config import Model
 from shardwise.config.parameters import count
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.space import RECOMPUTE, Work
 from shardwise.errors import UserError
-from shardwise.plan.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.config import AXES, RANK_AXES
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.space import Space
 from shardwise.cost.traffic import flows
 from shardwise.plan.grid import COPIES, SHARDS, devices
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import simulate
 from shardwise.search.search import SearchResult
 

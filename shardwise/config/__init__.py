@@ -5,29 +5,28 @@ from shardwise.config.check import (
     divisors,
     least_zero,
     needs_whole_momenta,
-    problems_of_batch,
     problems_of_compression,
 )
 from shardwise.config.dtypes import Precision
-from shardwise.config.layouts import (
+from shardwise.config.layout_rules import (
     BY_OPERATOR,
-    IN_A_V,
-    SPLIT_BACKWARD,
     borrowed,
     can_borrow,
     context_attention,
+    sequence_multiple,
+    with_nearby_that_divides,
+)
+from shardwise.config.layouts import (
     fewest_devices,
     layout_is_possible,
     nearest_layout,
     nearest_to,
     problems_of_layout,
-    sequence_multiple,
-    stages_on_a_rank,
-    with_nearby_that_divides,
     workers_without_gpus,
 )
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
+from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
 from shardwise.config.schema import (
     Checkpoint,
     ClusterSection,
@@ -48,11 +47,10 @@ from shardwise.config.write import to_toml
 __all__ = [
     "AXES",
     "BY_OPERATOR",
-    "IN_A_V",
     "MODEL_AXES",
     "PRESETS",
     "RANK_AXES",
-    "SPLIT_BACKWARD",
+    "SCHEDULES",
     "TOKEN_AXES",
     "Check",
     "Checkpoint",
@@ -82,13 +80,13 @@ __all__ = [
     "nearest_layout",
     "nearest_to",
     "needs_whole_momenta",
-    "problems_of_batch",
     "problems_of_compression",
     "problems_of_layout",
     "read",
     "read_with_origins",
     "sequence_multiple",
-    "stages_on_a_rank",
+    "splits_backward",
+    "stages_per_rank",
     "to_toml",
     "whole",
     "with_nearby_that_divides",

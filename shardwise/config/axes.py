@@ -1,7 +1,7 @@
 """The axes of the device mesh, and the groups of them that several rooms ask for.
 
 Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the devices that talk most are
-neighbours. `expert` adds no devices: it borrows them from the axes inside it (config/layouts.py).
+neighbours. `expert` adds no devices: it borrows them from the axes inside it (config/layout_rules.py).
 """
 
 from __future__ import annotations

@@ -312,25 +312,6 @@ def _positions(model: Model, data: Data) -> Iterator[str]:
         )
 
 
-def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
-    """The batch must split evenly over the data-parallel devices and into micro-batches."""
-    size = layout.data_parallel
-    if train.global_batch % size:
-        multiple = size * (train.micro_batch or 1)
-        yield (
-            f"train.global_batch = {train.global_batch}: does not divide over {size} data-parallel devices "
-            f"(replica {layout.replica} x data {layout.data}); use "
-            f"{nearest_multiples(train.global_batch, multiple)}"
-        )
-    elif train.micro_batch and (train.global_batch // size) % train.micro_batch:
-        share = train.global_batch // size
-        yield (
-            f"train.micro_batch = {train.micro_batch}: does not divide a device's share of {share} "
-            f"sequences; "
-            f"use one of {', '.join(map(str, divisors(share)))}"
-        )
-
-
 def nearest_multiples(number: int, factor: int, most: int | None = None) -> str:
     """The multiples of a factor around a number, in words; `most` is the largest that is allowed."""
     below = number // factor * factor

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.config.compression import SETTINGS
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.config.schema import Config, Layout, Model, Train
 from shardwise.drivers.registry import driver_of
 from shardwise.section import Section
@@ -100,7 +101,8 @@ def _idle_in_layout(config: Config, layout: Layout) -> dict[str, bool]:
     asked, alone = config.layout.zero, layout.pipeline == 1
     return {
         f"layout.zero = {asked}: no other device holds the same weights": bool(asked) and layout.zero == 0,
-        f"layout.schedule = {layout.schedule!r}: there is no pipeline": alone and layout.schedule != "1f1b",
+        f"layout.schedule = {layout.schedule!r}: there is no pipeline": alone
+        and layout.schedule != DEFAULT_SCHEDULE,
         "layout.stages: there is no pipeline": alone and bool(layout.stages or layout.stages_per_rank),
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
         and layout.attention != "auto",

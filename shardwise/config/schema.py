@@ -15,12 +15,12 @@ from pydantic import Field, create_model, field_validator, model_validator
 from shardwise.codecs import parse_codec
 from shardwise.config.compression import AUTO
 from shardwise.config.dtypes import Precision
+from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 from shardwise.drivers.registry import DRIVERS, drivers
 from shardwise.section import Degree, NonNegative, Positive, Section
 
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 if TYPE_CHECKING:
     DriverName = str
 else:
@@ -373,15 +373,15 @@ class Layout(Section):
         "weights; "
         "left out: 3 where `replica` is above 1, else chosen by memory",
     )
-    schedule: Schedule = Field(
-        "1f1b",
-        description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` "
-        "split backward",
+    schedule: ScheduleName = Field(
+        DEFAULT_SCHEDULE,
+        description="order of the pipeline's work: see docs/pipelines.md; "
+        f"{names_in_words(lambda facts: facts.splits_backward)} split backward",
     )
     stages_per_rank: Degree | None = Field(
         None,
-        description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, "
-        "else 1",
+        description="pipeline stages a device holds; left out: 2 for "
+        f"{names_in_words(lambda facts: facts.stages_per_rank == 2)}, else 1",
     )
     stages: tuple[Degree, ...] | None = Field(
         None,

@@ -59,7 +59,8 @@ from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, m
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.engine import compiles_blocks, engine_of
+from shardwise.plan.compilation import compiles_blocks
+from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01
 """Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every
@@ -430,8 +431,10 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
     """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm
     taken before."""
-    rounded = UPDATE_BYTES / 2 if compiles_blocks(work.compile, cluster.device_type) else ROUNDED_UPDATE_BYTES
-    moved = {"bfloat16": rounded, "float64": 2 * UPDATE_BYTES}.get(work.state_dtype, UPDATE_BYTES)
+    moved: Array | float = 2 * UPDATE_BYTES if work.state_dtype == "float64" else UPDATE_BYTES
+    if work.state_dtype == "bfloat16":
+        compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
+        moved = np.where(compiled, UPDATE_BYTES / 2, ROUNDED_UPDATE_BYTES)
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from shardwise.config import AXES, Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
+from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.float8 import Shares
-from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
 Ints = NDArray[np.int64]
@@ -159,12 +160,11 @@ class Space:
         row = self.row(index)
         axes: dict[str, Any] = {name: row[name] for name in (*AXES, "zero")}
         schedule = SCHEDULES[row["schedule"]]
+        chosen = SCHEDULE_FACTS[schedule].is_interleaved and row["pipeline"] > 1
         return Layout(
             **axes,
-            schedule=schedule,  # type: ignore[arg-type]
-            stages_per_rank=row["stages_per_rank"]
-            if schedule == "interleaved" and row["pipeline"] > 1
-            else None,
+            schedule=schedule,
+            stages_per_rank=row["stages_per_rank"] if chosen else None,
             attention=("ring" if row["ring"] else "ulysses") if row["context"] > 1 else "auto",
             offload=bool(row["offload"]),
         )
@@ -234,6 +234,12 @@ def makes_blocks_again(work: Work, space: Space) -> Bools:
     return again
 
 
+def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
+    """Whether the blocks of each candidate go through torch.compile."""
+    compiled: Bools = compiles_blocks(work.compile, device_type, work.float8 is not None, space)
+    return compiled
+
+
 def recompute_mode(recompute: str | float) -> str:
     """Of a memory budget, the nearest of the modes that the planner knows."""
     if isinstance(recompute, str):
@@ -247,9 +253,7 @@ def space_of_layout(config: Config, layout: Layout, micro_batch: int, accumulati
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)
-    row["stages_per_rank"] = (
-        stages_on_a_rank(layout.schedule, layout.stages_per_rank) if layout.pipeline > 1 else 1
-    )
+    row["stages_per_rank"] = stages_per_rank(layout) if layout.pipeline > 1 else 1
     row["recompute"] = RECOMPUTE.index(recompute_mode(config.train.recompute))
     row["ring"] = int(layout.context > 1 and context_attention(config.model, layout) == "ring")
     row["offload"] = int(layout.offload)

@@ -31,13 +31,13 @@ from shardwise.codecs import MatrixCodec, RowCodec
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
 from shardwise.config.parameters import Shape, parameter_shapes
+from shardwise.config.schedules import is_interleaved
 from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.space import Bools, Ints
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.stages import gathered_in_vain
-from shardwise.plan.engine import has_schedule
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -165,7 +165,7 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     """What FSDP2 gathers for nobody at the end of a step. It alone depends on the number of micro-batches in
     no simple way."""
     space = rank.space
-    where = np.flatnonzero((rank.shards > 1) & (space.pipeline > 1) & has_schedule(space, ("interleaved",)))
+    where = np.flatnonzero((rank.shards > 1) & is_interleaved(space))
     blocks = np.zeros(len(space))
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
     if len(where):

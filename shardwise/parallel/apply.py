@@ -59,7 +59,7 @@ from shardwise.parallel.seeds import Seeds, seed_blocks
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
 from shardwise.plan import Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
-from shardwise.plan.engine import compiles_blocks, splits_backward
+from shardwise.plan.compilation import why_not_compiled
 from shardwise.plan.float8 import casts_once
 
 
@@ -343,11 +343,15 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
     return frozenset(names)
 
 
+def why_blocks_are_not_compiled(config: Config, layout: Layout, device: torch.device) -> str | None:
+    """Why the job's blocks do not go through torch.compile on this layout; None where they do."""
+    train = config.train
+    return why_not_compiled(train.compile, device.type, train.precision == "float8", layout)
+
+
 def is_compiled(config: Config, layout: Layout, device: torch.device) -> bool:
-    """Whether blocks go through torch.compile on this layout. Not in float8 where backward comes in halves:
-    none of them asks for what compiled code has seen (models/float8.py)."""
-    halves = config.train.precision == "float8" and bool(splits_backward(layout))
-    return compiles_blocks(config.train.compile, device.type) and not halves
+    """Whether the job's blocks go through torch.compile on this layout."""
+    return why_blocks_are_not_compiled(config, layout, device) is None
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:

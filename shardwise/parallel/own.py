@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
+from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
 from shardwise.config.own_module import without_table
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
@@ -145,7 +146,9 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
         if role is None:
             if owned:
                 yield missing_entry(path, owned)
-        elif role.parts and role.parts % layout.tensor and (role.gather or layout.tensor % role.parts):
+        elif role.parts and not (splits_evenly if role.gather else splits_or_repeats)(
+            role.parts, layout.tensor
+        ):
             yield (
                 f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated "
                 f"evenly over it"

@@ -7,14 +7,13 @@ from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.grid import COPIES
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
-from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
+from shardwise.plan.schedule import Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
 
 __all__ = [
     "COPIES",
     "FLOP_CONVENTION",
-    "SCHEDULES",
     "Action",
     "Asked",
     "Decision",

@@ -26,7 +26,7 @@ from shardwise.config import (
     nearest_to,
     needs_whole_momenta,
     problems_of_layout,
-    stages_on_a_rank,
+    stages_per_rank,
     with_nearby_that_divides,
 )
 from shardwise.config.check import problems_across
@@ -182,7 +182,7 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         values["compression_axes"] = "all"
         whys["compression_axes"] = "a replica is one device here, so all sums are between replicas"
     if layout.pipeline > 1:
-        stages = stages_on_a_rank(layout)
+        stages = stages_per_rank(layout)
         blocks = stage_blocks(
             config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages
         )

@@ -16,13 +16,13 @@ import tomli_w
 from shardwise.config import Config, Layout
 from shardwise.config.compression import SETTINGS
 from shardwise.config.parameters import active_count, count
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work, concatenate, take
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import BESIDE_DATA, SearchResult, limit, play
 from shardwise.units import GIB

@@ -8,13 +8,15 @@ having it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 import numpy as np
 
-from shardwise.config import MODEL_AXES, RANK_AXES, Config
+from shardwise.config import MODEL_AXES, RANK_AXES, Config, Layout
+from shardwise.config.layout_rules import TENSOR, JobTables, broken_rules
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
 from shardwise.units import GIB
@@ -29,7 +31,8 @@ def describe_layout(row: Mapping[str, int]) -> str:
     more = [f"zero {row['zero']}"] if row["zero"] else []
     if row["pipeline"] > 1:
         name = SCHEDULES[row["schedule"]]
-        more.append(f"{name} x{row['stages_per_rank']}" if name == "interleaved" else name)
+        stages = f" x{row['stages_per_rank']}" if SCHEDULE_FACTS[name].is_interleaved else ""
+        more.append(name + stages)
     if row["recompute"]:
         name = RECOMPUTE[row["recompute"]]
         more.append(
@@ -175,16 +178,11 @@ def _value(field: str, value: int) -> str:
 
 
 def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
-    """The next tensor degree, if the model's heads refuse it."""
-    model, tensor = config.model, 2 * row["tensor"]
-    if model.heads % tensor:
-        return [f"tensor = {tensor} is refused: {model.heads} heads do not divide over it"]
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        return [
-            f"tensor = {tensor} is refused: {model.kv_heads} key heads can neither be split nor repeated "
-            f"evenly over it"
-        ]
-    return []
+    """The next tensor degree, if the model's heads or its vocabulary refuse it."""
+    next_degree = Layout(tensor=2 * row["tensor"])  # type: ignore[call-arg]
+    job = JobTables(config.model, config.data, config.train, next_degree)
+    broken = islice(broken_rules(TENSOR, job), 1)
+    return [f"tensor = {next_degree.tensor} is refused: {rule.short(job)}" for rule in broken if rule.short]
 
 
 def _largest(result: SearchResult, best: int) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardwise.config import AXES, Config
 from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work, take
@@ -28,7 +29,7 @@ from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
 from shardwise.plan.float8 import gathered_in_float8, scale_count, shares, unknown_patterns
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
@@ -222,11 +223,7 @@ def simpler(result: SearchResult) -> int | None:
 def moving_parts(row: Mapping[str, int]) -> float:
     """How much can go wrong: axes in use, states sharded, special schedules, work done again."""
     axes = sum(row[axis] > 1 for axis in BESIDE_DATA)
-    schedule = (
-        {"1f1b": 0.0, "gpipe": 0.0, "interleaved": 0.5}.get(SCHEDULES[row["schedule"]], 1.0)
-        if row["pipeline"] > 1
-        else 0.0
-    )
+    schedule = SCHEDULE_FACTS[SCHEDULES[row["schedule"]]].moving_parts if row["pipeline"] > 1 else 0.0
     return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from shardwise.config import Checkpoint, Config, Model, Train, context_attention
 from shardwise.config.compression import SumCompression
-from shardwise.config.layouts import ring_lacks
+from shardwise.config.layout_rules import ring_lacks
 from shardwise.config.no_effect import idle_settings
 from shardwise.cost.device_peaks import peak_flops
 from shardwise.drivers.registry import driver_of
@@ -16,7 +16,7 @@ from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
 from shardwise.optim import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW
-from shardwise.parallel import is_compiled
+from shardwise.parallel.apply import why_blocks_are_not_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.float8 import idle_float8, in_float8, unfit
 from shardwise.plan.grid import describe_degrees
@@ -40,9 +40,7 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{_stored(train)} weights and optimizer state, gradients summed in {_summed(training)}",
         **_pipeline(training),
         "attention": _attention(training),
-        "compile": "each block"
-        if is_compiled(config, plan.layout, device) and training.parallel.table.blocks
-        else "off",
+        "compile": _compiled(training),
         "recompute": str(plan.recompute),
         "optimizer": _optimizer(training),
         **_repeatable(training),
@@ -51,6 +49,14 @@ def describe_run(training: Training) -> dict[str, str]:
         **_without_effect(training),
         **_warning(training),
     }
+
+
+def _compiled(training: Training) -> str:
+    """What is compiled, or why nothing is."""
+    why_not = why_blocks_are_not_compiled(training.config, training.plan.layout, training.mesh.device)
+    if why_not is None and not training.parallel.table.blocks:
+        why_not = "no sharding table names the blocks"
+    return f"off ({why_not})" if why_not else "each block"
 
 
 def _computed(config: Config) -> str:
