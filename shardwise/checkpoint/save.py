@@ -1,6 +1,6 @@
 """Save while training goes on, and load on any mesh.
 
-State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.MOMENT` for each
+State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.SLOT` for each
 parameter. Names are the plain model's, never a rank's or a wrapper's, and sharded tensors are DTensors that
 know their place in the whole, so the same dictionary can be loaded under another layout.
 
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,6 @@ from shardwise.files import may_pass
 from shardwise.mesh import Mesh
 
 State = dict[str, Tensor]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PATIENCE = 1.0
 """Seconds that giving up a save may take."""
 PAUSES = (1.0, 4.0, 15.0)
@@ -67,23 +66,26 @@ T = TypeVar("T")
 log = logging.getLogger("shardwise")
 
 
+class HoldsState(Protocol):
+    """An optimizer, as far as a checkpoint needs to know it."""
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the state of a parameter by slot; it is made, as zeros, where there is none yet."""
+
+
 def state_of(
     named: Iterable[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
+    optimizer: HoldsState,
     buffers: Iterable[tuple[str, Tensor]] = (),
 ) -> State:
-    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros. Frozen
-    weights have none."""
+    """Return every tensor a run consists of, by name. Frozen weights have no state of the optimizer."""
     state: State = {f"model.{name}": buffer for name, buffer in buffers}
     for name, parameter in named:
         state[f"model.{name}"] = parameter.detach()
         if not parameter.requires_grad:
             continue
-        moments = optimizer.state[parameter]
-        if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments.update({moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
-        state.update({f"optimizer.{name}.{key}": value for key, value in moments.items()})
+        slots = optimizer.state_of(parameter)
+        state.update({f"optimizer.{name}.{slot}": value for slot, value in slots.items()})
     return state
 
 
@@ -425,6 +427,7 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
     of weights that were frozen then; so are maxima of products in float8, all of them, where it does not hold
     each. What compression left out is dealt out anew where the layout is another, and PowerSGD's factors stay
     as they begin where there are none of this size."""
+    _check_slots(state, contents)
     residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
     same = contents.manifest.layout == layout.model_dump(mode="json") and all(
         name in contents.tensors for name in residuals
@@ -451,6 +454,32 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
     for part in own_parts(new).values():
         part.zero_()
     return {name: value for name, value in state.items() if name not in new}
+
+
+def _check_slots(state: State, contents: Contents) -> None:
+    """Refuse the state of an optimizer that keeps other tensors for a parameter than the job's does."""
+    wanted, saved = _slots(state), _slots(contents.tensors)
+    for parameter, slots in wanted.items():
+        if parameter in saved and saved[parameter] != slots:
+            name = contents.manifest.optimizer.get("name")
+            raise UserError(
+                f"{contents.address} holds the state of another optimizer{f' ({name})' if name else ''}: "
+                f"{_listed(saved[parameter])}, where this job's keeps {_listed(slots)}. "
+                f"{f'Set optimizer.name={name}' if name else 'Use the optimizer that it was saved with'}, or "
+                "begin with its weights alone: `shardwise checkpoint export`, then model.pretrained."
+            )
+
+
+def _slots(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return by parameter the names of its optimizer states."""
+    slots: dict[str, set[str]] = {}
+    for parameter, _, slot in (name.rpartition(".") for name in names if is_moment(name)):
+        slots.setdefault(parameter, set()).add(slot)
+    return slots
+
+
+def _listed(slots: set[str]) -> str:
+    return " and ".join(sorted(slots - {"step"})) or "no state"
 
 
 def _load(state: State, contents: Contents) -> None:

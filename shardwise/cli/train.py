@@ -317,7 +317,7 @@ def _check_room(config: Config, plan: Plan) -> None:
     check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        numbers = plan.groups * plan.state_numbers
+        numbers = plan.groups * plan.state_numbers(config.optimizer)
         if config.train.driver == "local":
             numbers += plan.parameters + (
                 plan.parameters - plan.frozen
@@ -326,18 +326,20 @@ def _check_room(config: Config, plan: Plan) -> None:
 
 
 def _check_shared_memory(config: Config, plan: Plan) -> None:
-    """Refuse weights and moments that do not fit, before the system ends some process for want of memory."""
+    """Refuse weights and optimizer states that do not fit, before the system ends some process for want of
+    memory."""
     import psutil
 
     from shardwise.errors import UserError
     from shardwise.plan.dtypes import BYTES, state_dtype
 
-    needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
+    needed = BYTES[state_dtype(config.train)] * plan.state_numbers(config.optimizer)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's "
-            f"memory, of which "
-            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
+            f"train.driver = 'hogwild': weights and optimizer states take {needed / 2**30:,.1f} GiB of this "
+            f"machine's memory, of which {free / 2**30:,.1f} GiB are free; use a smaller model, or "
+            f"train.driver = 'server' with several "
             f"server.servers"
         )
 

@@ -3,7 +3,6 @@
 from shardwise.config.check import (
     divisors,
     least_zero,
-    needs_whole_momenta,
     problems_of_batch,
     problems_of_compression,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "least_zero",
     "nearest_layout",
     "nearest_to",
-    "needs_whole_momenta",
     "problems_of_batch",
     "problems_of_compression",
     "problems_of_layout",

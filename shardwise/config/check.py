@@ -19,10 +19,11 @@ from shardwise.config.schema import (
     Local,
     Model,
     Recovery,
-    Section,
     Server,
     Train,
 )
+from shardwise.optimizers import BUILT_IN, Optimizer
+from shardwise.section import Section
 
 MOST_WEIGHTS = 10**15
 T = TypeVar("T")
@@ -106,7 +107,7 @@ def _leave_out(what: str, section: str, table: Section, names: Sequence[str], wh
         yield f"{what}: leave {' and '.join(given)} out{why}"
 
 
-def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
+def _float8_on_the_wire(train: Train, layout: Layout, optimizer: Optimizer) -> Iterator[str]:
     if train.precision != "float8":
         return
     if layout.weight_compression:
@@ -115,8 +116,8 @@ def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
             f"weights are gathered in "
             "8 bits already; leave it out"
         )
-    sums, momentum = SumCompression.of(layout), train.optimizer == "1bit-adam"
-    asked = "train.optimizer" if momentum else "layout.compression"
+    sums, momentum = SumCompression.of(layout), optimizer.summed_momentum is not None
+    asked = "optimizer.name" if momentum else "layout.compression"
     feedback = layout.compression == AUTO or (sums is not None and sums.feedback)
     if train.float8_scaling == "delayed" and (feedback or momentum):
         yield (
@@ -245,11 +246,6 @@ def _float8_settings(train: Train) -> Iterator[str]:
         yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
 
 
-def _betas(train: Train) -> Iterator[str]:
-    if not all(0 <= beta < 1 for beta in train.betas):
-        yield f"train.betas = {list(train.betas)}: both must be at least 0 and below 1"
-
-
 def _open_data(layout: Layout) -> Iterator[str]:
     if layout.data == 0:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
@@ -320,33 +316,29 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
         )
 
 
-def needs_whole_momenta(train: Train, layout: Layout) -> bool:
-    """Whether 1-bit Adam compresses sums over devices that would share momenta: then layout.zero is 0."""
-    return train.optimizer == "1bit-adam" and layout.compression_axes == "all"
+def _optimizer(optimizer: Optimizer, train: Train, layout: Layout) -> Iterator[str]:
+    yield from optimizer.problems(train, layout, layout.zero or least_zero(layout))
 
 
-def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
-    what = "train.optimizer = '1bit-adam'"
-    if train.optimizer != "1bit-adam":
-        return
-    if layout.compression is None:
-        yield f"{what}: has no effect without layout.compression; name a codec, 'sign' say, or leave it out"
-        return
-    if layout.compression_warmup == 0:
-        settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
+def _optimizer_of_driver(optimizer: Optimizer, train: Train) -> Iterator[str]:
+    """An optimizer may need devices in lockstep, or may not be able to do without a lock."""
+    what = f"train.driver = {train.driver!r}"
+    if train.driver != "synchronous" and optimizer.summed_momentum is not None:
+        yield f"{what}: leave optimizer.name = {optimizer.name!r} out, which sums momenta in lockstep"
+    elif train.driver == "hogwild" and not optimizer.lock_free:
+        able = ", ".join(name for name, kind in BUILT_IN.items() if kind.lock_free)
         yield (
-            f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before "
-            f"it is kept; "
-            f"{settles} say"
+            f"{what}: optimizer.name = {optimizer.name!r} cannot update weights without a lock; "
+            f"use one of {able}"
         )
-    if (zero := layout.zero or least_zero(layout)) and needs_whole_momenta(train, layout):
+
+
+def _prediction(optimizer: Optimizer, train: Train, server: Server) -> Iterator[str]:
+    if train.driver == "server" and server.predicts and optimizer.momentum_per_step is None:
         yield (
-            f"{what}: needs whole momenta where they are compressed, and layout.zero = {zero} shards them; "
-            f"use layout.zero = 0 "
-            "without weight_compression and backward_shards, or layout.compression_axes = 'replica'"
+            f"server.prediction = true: optimizer.name = {optimizer.name!r} has no momentum by which weights "
+            "could be predicted; set server.prediction = false, or server.max_staleness = 0"
         )
-    if train.state_dtype == "bfloat16":
-        yield f"{what}: keeps float32 states; leave train.state_dtype out"
 
 
 def _server(train: Train, server: Server) -> Iterator[str]:
@@ -401,7 +393,7 @@ def _train_of_groups(train: Train) -> Iterator[str]:
         )
     if train.state_dtype == "bfloat16":
         yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
-    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
+    yield from _leave_out(what, "train", train, ("shares",))
 
 
 def _layout_of_groups(train: Train, layout: Layout) -> Iterator[str]:
@@ -463,7 +455,7 @@ def _train_of_whole_models(train: Train) -> Iterator[str]:
         yield (
             f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
         )
-    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
+    yield from _leave_out(what, "train", train, ("shares",))
 
 
 def _dense_models(model: Model, train: Train) -> Iterator[str]:
@@ -529,12 +521,13 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _recompute,
     _state_dtype,
     _float8_settings,
-    _betas,
     _open_data,
     _offload,
     problems_of_compression,
     _gathers,
-    _one_bit_adam,
+    _optimizer,
+    _optimizer_of_driver,
+    _prediction,
     _server,
     _portions,
     _local,

@@ -7,12 +7,14 @@ else. No torch in this package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from shardwise.config.compression import AUTO, Compression
+from shardwise.optimizers import BUILT_IN, AdamW, Optimizer, from_table
+from shardwise.section import Section
 
 Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -50,25 +52,6 @@ Degree = Annotated[int, Field(ge=1, le=2**20)]
 Layers = Annotated[int, Field(ge=1, le=4096)]
 Length = Annotated[int, Field(ge=1, le=2**32)]
 Experts = Annotated[int, Field(ge=0, le=2**16)]
-
-
-class Section(BaseModel):
-    """A table of the job file: unknown keys are refused, values never change after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    def without(self, keys: Iterable[str]) -> Self:
-        """A copy that lacks these keys: reading one of them is an AttributeError. For tables with values that
-        are wrong."""
-        copy = self.model_copy()
-        for key in keys:
-            del copy.__dict__[key]
-        return copy
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no key is lacking."""
-        return self.__dict__.keys() >= type(self).model_fields.keys()
 
 
 class Model(Section):
@@ -292,24 +275,11 @@ class Train(Section):
     decay: Positive | None = Field(
         None, description="steps of the final decay of `wsd`; left out: a fifth of the run"
     )
-    optimizer: Literal["adamw", "1bit-adam"] = Field(
-        "adamw",
-        description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are "
-        "compressed instead "
-        "of gradients, the second moment stays as it is, and `clip` and the logged gradient norm are those "
-        "of summed momenta",
-    )
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(
-        0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)"
-    )
     clip: float | None = Field(
         1.0,
         gt=0,
-        description="largest global gradient norm; `false` for none. With `1bit-adam`, once compression "
-        "begins, the largest norm "
-        "of summed momenta",
+        description="largest global gradient norm; `false` for none. With the optimizer `1bit-adam`, once "
+        "compression begins, the largest norm of summed momenta",
     )
     precision: Precision = Field(
         "float32",
@@ -370,7 +340,7 @@ class Train(Section):
                 values["clip"] = None
             lists = {
                 name: tuple(values[name])
-                for name in ("betas", "float8_leave_out")
+                for name in ("float8_leave_out",)
                 if isinstance(values.get(name), list)
             }
             values |= lists
@@ -453,7 +423,8 @@ class Layout(Section):
         None,
         description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
         "`terngrad` and "
-        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use `1bit-adam`",
+        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use the optimizer "
+        "`1bit-adam`",
     )
 
     @model_validator(mode="before")
@@ -608,7 +579,7 @@ class Server(Section):
     prediction: bool = Field(
         True,
         description="where gradients are stale, hand out weights as they will be when the gradient comes, by "
-        "AdamW's momentum",
+        "the optimizer's momentum",
     )
     damping: bool = Field(
         False,
@@ -715,12 +686,20 @@ class Run(Section):
     )
 
 
+def _named_optimizer(value: Any) -> Any:
+    """Return the optimizer that a table names; a value that is no table is left to pydantic."""
+    return from_table(value) if isinstance(value, dict) else value
+
+
 class Config(Section):
     """A job: everything shardwise needs to know to train a model."""
 
     model: Model = Field(default_factory=Model, description="the transformer")  # type: ignore[arg-type]
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
+    optimizer: Annotated[SerializeAsAny[Optimizer], BeforeValidator(_named_optimizer)] = Field(
+        default_factory=AdamW, description="how weights are updated"
+    )  # type: ignore[arg-type]
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
     cluster: ClusterSection = Field(
         default_factory=ClusterSection, description="what it runs on; left out: this machine"
@@ -740,3 +719,14 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(field.annotation, type)
 }
 """By its name, the definition of each table of a job."""
+
+
+def keys_of(section: str) -> dict[str, FieldInfo]:
+    """Return the keys that a table of a job may have. Those of [optimizer] are the keys of all our
+    optimizers: which of them a job may write depends on the one that it names."""
+    if section != "optimizer":
+        return SECTIONS[section].model_fields
+    keys: dict[str, FieldInfo] = {}
+    for kind in BUILT_IN.values():
+        keys = {**kind.model_fields, **keys}  # the first that has a key describes it
+    return keys

@@ -12,8 +12,6 @@ from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
 from shardwise.observe import peak_flops
-from shardwise.optim import OneBitAdam
-from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel import is_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.float8 import in_float8, products, unfit
@@ -76,10 +74,12 @@ def _emulated(config: Config, device: torch.device) -> str:
 
 
 def _optimizer(training: Training) -> str:
-    """The optimizer, and what clipping acts on where it sums momenta instead of gradients."""
+    """The optimizer, when groups make an outer step, and what clipping acts on where momenta are summed."""
     config = training.config
-    name = describe_optimizer(training.optimizer, None if training.outer is None else config.local.steps)
-    if not isinstance(training.optimizer, OneBitAdam):
+    name = config.optimizer.describe(rounds=state_dtype(config.train) == "bfloat16")
+    if training.outer is not None:
+        name += describe_outer_step(config.local.steps)
+    if config.optimizer.summed_momentum is None:
         return name
     clipped = (
         "train.clip and the logged gradient norm are those"
@@ -87,6 +87,11 @@ def _optimizer(training: Training) -> str:
         else "the logged gradient norm is that"
     )
     return f"{name}; after step {training.plan.layout.compression_warmup} {clipped} of summed momenta"
+
+
+def describe_outer_step(every: int) -> str:
+    """Return the end of the optimizer's line where groups make an outer step after so many steps."""
+    return f"; an outer step of all groups every {'step' if every == 1 else counted(every, 'step')}"
 
 
 def peak_of_device(training: Training) -> float | None:
@@ -154,25 +159,6 @@ def _saving(checkpoint: Checkpoint) -> str:
 
 def _minutes(minutes: float) -> str:
     return "minute" if minutes == 1 else f"{minutes:g} minutes"
-
-
-def describe_optimizer(optimizer: torch.optim.AdamW, outer_every: int | None) -> str:
-    """The optimizer that makes the updates, and after how many steps groups make an outer one, if they do."""
-    if isinstance(optimizer, OneBitAdam):
-        name = (
-            "1-bit Adam: AdamW at first, then momentum that devices exchange compressed, with a constant "
-            "variance"
-        )
-    elif isinstance(optimizer, RoundedAdamW):
-        name = "AdamW on bfloat16 weights and moments, rounded by chance"
-    else:
-        name = "AdamW, fused kernel"
-    if outer_every is None:
-        return name
-    return (
-        f"{name}; an outer step of all groups every "
-        f"{'step' if outer_every == 1 else counted(outer_every, 'step')}"
-    )
 
 
 def _stored(train: Train) -> str:
@@ -293,10 +279,5 @@ def _warning(training: Training) -> dict[str, str]:
     sums = SumCompression.of(training.plan.layout)
     if sums is None or training.mesh.size(COPIES) == 1:
         return {}
-    if sums.codec.name == "sign" and sums.feedback and training.config.train.optimizer == "adamw":
-        worse = (
-            "layout.compression = 'sign': with AdamW and error feedback, one run did worse than without "
-            "feedback"
-        )
-        return {"warning": f"{worse}; use train.optimizer = '1bit-adam' (docs/compression.md)"}
-    return {}
+    warning = training.config.optimizer.warning(sums.codec.name, sums.feedback)
+    return {} if warning is None else {"warning": f"layout.compression = '{sums.codec}': {warning}"}

@@ -175,7 +175,9 @@ class Contributions:
             return
         ages = self._update.staleness
         self._age += AGE_SHARE * (sum(ages) / len(ages) - self._age)
-        ahead = steps_ahead(self._age, momentum=self.training.config.train.betas[0])
+        momentum = self.training.config.optimizer.momentum_per_step
+        assert momentum is not None, "a job that predicts without momentum is refused"
+        ahead = steps_ahead(self._age, momentum)
         self.shelf.publish(self.training.step, torch.lerp(before, self.weights, 1 + ahead))
 
     @torch.no_grad()
@@ -198,7 +200,8 @@ def portions(config: Config) -> int:
 
 def digest(config: Config) -> str:
     """What a worker must have been started with to work for these servers."""
-    return hashlib.sha256(config.model_dump_json(include={"model", "data", "train"}).encode()).hexdigest()
+    tables = {"model", "data", "train", "optimizer"}
+    return hashlib.sha256(config.model_dump_json(include=tables).encode()).hexdigest()
 
 
 def credentials(store_name: str) -> Credentials:
