@@ -57,7 +57,7 @@ def markdown() -> str:
             f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |"
             for key, field in _fields(section)
         ]
-        blocks.append("\n".join([f"## [{name}]", "", _summary(section), "", *_HEAD, *rows]))
+        blocks.append("\n".join([f"## {_heading(name, section)}", "", _summary(section), "", *_HEAD, *rows]))
     keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
     shapes = [
         f"| `{name}` | " + " | ".join(str(shape[key]) for key in keys) + " |"
@@ -86,12 +86,17 @@ def _sections() -> list[tuple[str, type[BaseModel]]]:
     return sections
 
 
+def _heading(name: str, section: type[BaseModel]) -> str:
+    """The name of a table; of [optimizer] also which optimizer has these keys."""
+    return f"[{name}], name = {_default(section.model_fields['name'])}" if name == "optimizer" else f"[{name}]"
+
+
 def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
     return list(section.model_fields.items())
 
 
 def _summary(section: type[BaseModel]) -> str:
-    return (section.__doc__ or "").strip()
+    return " ".join((section.__doc__ or "").split())
 
 
 def _default(field: FieldInfo) -> str:
