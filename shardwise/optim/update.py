@@ -102,4 +102,4 @@ def _update_by_operators(rule: Callable[..., Any], pieces: list[Piece], scalars:
         for weight, gradient, *slots in piece.chunks(CHUNK):
             found, states = rule(weight, gradient / scalars.divide_by, slots, lr=scalars.lr, step=step)
             for tensor, new in zip((weight, *slots), (found, *states), strict=True):
-                tensor.copy_(torch.where(scalars.skip > 0, tensor, new))
+                torch.where(scalars.skip > 0, tensor, new, out=tensor)

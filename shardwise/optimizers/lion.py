@@ -5,8 +5,8 @@
 The momentum that is kept decays more slowly than the one whose sign is taken. Steps are larger than AdamW's
 on average, so the authors use a learning rate 3 to 10 times smaller, and a decay as many times larger.
 
-Cost: 4 bytes of state a parameter in float32, half of AdamW's. torch has no kernel for it, so an update is a
-dozen operators.
+Cost: 4 bytes of state a parameter in float32, half of AdamW's. torch has no kernel for it, so an update is
+eight operators, which together move three times as many bytes as AdamW's kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from shardwise.optimizers.adamw import check_betas
-from shardwise.optimizers.base import Optimizer
+from shardwise.optimizers.base import NORM_NUMBERS, Optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +54,15 @@ class Lion(Optimizer):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the formula above."""
         (beta1, beta2), (momentum,) = self.betas, slots
-        direction = (beta1 * momentum + (1 - beta1) * gradient).sign()
-        return weight * (1 - lr * decay) - lr * direction, (beta2 * momentum + (1 - beta2) * gradient,)
+        direction = momentum.lerp(gradient, 1 - beta1).sign_()
+        moved = (weight * (1 - lr * decay)).sub_(direction, alpha=lr)
+        return moved, (momentum.lerp(gradient, 1 - beta2),)
 
     @property
     def numbers_moved(self) -> float:
-        """Numbers that the operators of an update move, counted operator by operator."""
-        return 50.0
+        """Numbers that the operators of an update move, counted operator by operator, and those of the
+        norm."""
+        return 21 + NORM_NUMBERS
 
     def reference(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         """Return the paper's algorithm, weight by weight."""
@@ -80,9 +82,9 @@ def _textbook() -> Callable[..., torch.optim.Optimizer]:
             for group in self.param_groups:
                 beta1, beta2 = group["betas"]
                 for theta in group["params"]:
-                    m = self.state[theta].get("m", torch.zeros_like(theta))
-                    c = m.lerp(theta.grad, 1 - beta1)
+                    g, m = theta.grad, self.state[theta].get("m", torch.zeros_like(theta))
+                    c = beta1 * m + (1 - beta1) * g
                     theta -= group["lr"] * (torch.sign(c) + group["weight_decay"] * theta)
-                    self.state[theta]["m"] = m.lerp(theta.grad, 1 - beta2)
+                    self.state[theta]["m"] = beta2 * m + (1 - beta2) * g
 
     return TextbookLion

@@ -14,6 +14,7 @@ from ranks.pool import Pool
 from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config import Layout, Model, from_tables
 from shardwise.errors import ConfigError, UserError
@@ -21,6 +22,7 @@ from shardwise.mesh import Worker, join
 from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
 from shardwise.optimizers import SGD, AdamW, Lion, Optimizer
+from shardwise.optimizers.base import NORM_NUMBERS
 from shardwise.parallel.placement import held
 from shardwise.plan import choose
 from shardwise.search.interval import plan_checkpoints
@@ -271,6 +273,31 @@ def test_plans_count_the_states_that_an_optimizer_keeps(settings: Optimizer, sta
     assert plan_checkpoints(1e9, 1, 1e9, 1.0, bytes_per_parameter=4 * (1 + states)).bytes == 4e9 * (
         1 + states
     )
+
+
+class Moved(TorchDispatchMode):
+    """Counts the numbers that operators read and write, of tensors of one size; views move none."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.numbers = size, 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator not in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            tensors = [part for part in (*args, result) if isinstance(part, Tensor)]
+            self.numbers += sum(tensor.numel() for tensor in tensors if tensor.numel() == self.size)
+        return result
+
+
+def test_the_numbers_that_an_update_by_operators_moves_are_those_that_are_planned() -> None:
+    weight = nn.Parameter(torch.ones(50, 20))
+    weight.grad = torch.ones(50, 20)
+    optimizer = make_optimizer([("w", weight)], Lion())
+    optimizer.state_of(weight)
+    with Moved(1000) as moved:
+        update(optimizer, 0.1, ONE, ZERO)
+    assert moved.numbers / 1000 + NORM_NUMBERS == Lion().numbers_moved
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
