@@ -1,10 +1,11 @@
 """Drivers without lockstep, against lockstep in the same run: four workers, real processes, the bundled text.
 
-    python benchmarks/asynchronous.py staleness [--steps 1500] [--seeds 3] [--portions 4] [--plot
-    docs/staleness.svg] python benchmarks/asynchronous.py uneven [--steps 80] python
-    benchmarks/asynchronous.py local [--steps 1500] [--seeds 3] [--rate 100mbit] python
-    benchmarks/asynchronous.py throughput [--rounds 8] python benchmarks/asynchronous.py hogwild [--steps 20]
-    [--seeds 3]
+    python benchmarks/asynchronous.py staleness [--steps 1500] [--seeds 3] [--portions 4]
+                                                [--plot docs/staleness.svg]
+    python benchmarks/asynchronous.py uneven [--steps 80]
+    python benchmarks/asynchronous.py local [--steps 1500] [--seeds 3] [--rate 100mbit]
+    python benchmarks/asynchronous.py throughput [--rounds 8]
+    python benchmarks/asynchronous.py hogwild [--steps 20] [--seeds 3]
 
 staleness: the held-out loss after as many updates for each bound, and the staleness that was seen; with
 --portions 1 each gradient is an update by itself, so that four workers make one another's gradients old.

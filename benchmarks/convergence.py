@@ -1,8 +1,8 @@
 """What compression does to training: the held-out loss of four workers on the bundled text, codec by codec,
 seed by seed.
 
-    python benchmarks/convergence.py [--steps 4000] [--seeds 3] [--at-once 1] [--runs "none;int8"] [--plot
-    docs/convergence.svg]
+    python benchmarks/convergence.py [--steps 4000] [--seeds 3] [--at-once 1] [--runs "none;int8"]
+                                     [--plot docs/convergence.svg]
 
 Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. AdamW
 unless "1bit-adam": there momenta are compressed, not gradients; "lost": without error feedback. Printed are

@@ -302,8 +302,10 @@ def compute_row(name: str, runs: list[Run]) -> dict[str, Any]:
 def replayed(schedule: Schedule, step: list[list[Span]]) -> float:
     """The idle share if every action took exactly as long as it did in this step, and messages no time."""
     seconds = {
-        Action(stage, kind, index): end - start for rank in step for stage, kind, index, start, end in rank
-    }  # type: ignore[arg-type]
+        Action(stage, kind, index): end - start  # type: ignore[arg-type]
+        for rank in step
+        for stage, kind, index, start, end in rank
+    }
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
     for rank, action in in_order(schedule):

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-N` that holds
 
-    checkpoint.json        its manifest: the step, the model, the layout that wrote it, size and checksum of every file
+    checkpoint.json        the manifest: the step, the model, the layout that wrote the checkpoint, and the
+                           size and checksum of every file
     tensors-ID.json        where each tensor's pieces lie (checkpoint/contents.py)
     rank-R-ID.data         what rank R wrote: raw tensors, one after the other
 

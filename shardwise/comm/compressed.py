@@ -3,8 +3,9 @@
 With n devices, each has n rows, one for each device. A sum is made in one or two hops, and each hop encodes
 once:
 
-    reduce_scatter   row i goes to device i, encoded (an all-to-all); device i decodes and adds what came to its own row
-    all_reduce       the same; then each device encodes its sum, and all get all of them (an all-gather)
+    reduce_scatter   each device sends row i, encoded, to device i (an all-to-all); device i decodes the rows
+                     that arrive and adds them to its own row
+    all_reduce       the same; then each device encodes its sum and sends it to all others (an all-gather)
 
 So n devices send 2 (n - 1) / n of the encoded bytes, as a ring does of the plain ones, however many devices
 there are. Sending every device's code to every other (as top-k is often done) grows with n instead. All

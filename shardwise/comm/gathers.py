@@ -4,10 +4,10 @@ ZeRO-3 gathers all weights twice in each micro-batch, in forward and in backward
 are as large again. Each third shrinks by itself:
 
     forward    weights are sent in blocks of a few bits (qwZ): layout.weight_compression
-    backward   every node keeps a second copy of the weights, sharded over its own devices, and gathers from that (hpZ):
-               layout.backward_shards
-    gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression,
-    comm/compressed.py
+    backward   every node keeps a second copy of the weights, sharded over its own devices, and gathers from
+               that copy (hpZ): layout.backward_shards
+    gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression
+               (comm/compressed.py)
 
 Devices compute with what arrived, their own shard too, so all have the same weights. The optimizer keeps the
 exact ones, and what rounding leaves out of a weight is not carried on: the next step rounds the exact weight

@@ -4,21 +4,29 @@ A codec is written as it is called: `int8`, `topk(0.01)`, `qsgd(4)`. Its bytes a
 of the values, so every message of a step has a known size: devices exchange equal parts, and the ledger can
 be held to the plan to the byte.
 
-| codec          | what is sent of n numbers                                                            | bytes                  |
-| -------------- | ------------------------------------------------------------------------------------ | ---------------------- |
-| `bf16`         | each rounded to bfloat16                                                             | 2 n                    |
-| `fp16`, `fp8`  | each in 16 or 8 bits of floating point (e4m3), scaled to its block's largest         | 2 n, n; and scales     |
-| `int8`, `int4` | each as a multiple of a step, 1/127 or 1/7 of its block's largest                    | n, n / 2; and scales   |
-| `qsgd(b)`      | the same in b = 2 to 8 bits, by chance: the mean is right (Alistarh et al. 2017)     | n b / 8; and scales    |
-| `terngrad`     | -1, 0 or 1 times 2.5 deviations of its block, by chance (Wen et al. 2017)            | n / 4; and scales      |
-| `sign`         | its sign, and of each block the mean magnitude (Karimireddy et al. 2019)             | n / 8; and scales      |
-| `topk(r)`      | of 1,024 the share r of largest size: bfloat16, and place in 16 bits; 3 r of sums    | 4 k                    |
-| `randomk(r)`   | a share r drawn anew in each step, the same for all devices, so no places            | 4 k                    |
-| `powersgd(r)`  | two factors of rank r of each matrix (Vogels et al. 2019)                            | 4 r (rows + columns)   |
+| codec          | what is sent of n numbers                                         | bytes                |
+| -------------- | ----------------------------------------------------------------- | -------------------- |
+| `bf16`         | each number, rounded to bfloat16                                  | 2 n                  |
+| `fp16`, `fp8`  | each number as a float of 16 or 8 bits (e4m3), scaled so that the | 2 n, n; and scales   |
+|                | largest magnitude of its block is the largest of the dtype        |                      |
+| `int8`, `int4` | each number as a multiple of a step, which is 1/127 or 1/7 of its | n, n / 2; and scales |
+|                | block's largest magnitude                                         |                      |
+| `qsgd(b)`      | the same in b = 2 to 8 bits, rounded up or down at random so that | n b / 8; and scales  |
+|                | the expected value is exact (Alistarh et al. 2017)                |                      |
+| `terngrad`     | -1, 0 or 1, at random, times its block's largest magnitude or 2.5 | n / 4; and scales    |
+|                | standard deviations, whichever is less (Wen et al. 2017)          |                      |
+| `sign`         | each number's sign, and the mean magnitude of its block           | n / 8; and scales    |
+|                | (Karimireddy et al. 2019)                                         |                      |
+| `topk(r)`      | the share r of largest magnitude in every 1,024 numbers: bfloat16 | 4 k                  |
+|                | values with 16-bit indices; the share is 3 r where sums are sent  |                      |
+| `randomk(r)`   | a random share r, drawn anew in each step and the same on all     | 4 k                  |
+|                | devices, so no indices are sent                                   |                      |
+| `powersgd(r)`  | two factors of rank r of each matrix (Vogels et al. 2019)         | 4 r (rows + columns) |
 
-A block are 512 numbers, and whole blocks are sent. Scales are 4 bytes a block. QSGD's are the block's largest
-magnitude, as in the paper's experiments, not its norm: with few bits the error would else exceed the
-gradient. What a codec leaves out is added to the next gradient (comm/compressed.py).
+Here k is how many numbers are sent. A block has 512 numbers, and whole blocks are sent. A scale takes 4 bytes
+per block. QSGD's scale is the block's largest magnitude, as in the paper's experiments, not its norm: with
+few bits the error would otherwise exceed the gradient. What a codec leaves out is added to the next gradient
+(comm/compressed.py).
 """
 
 from __future__ import annotations

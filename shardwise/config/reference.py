@@ -96,6 +96,7 @@ def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
 
 
 def _summary(section: type[BaseModel]) -> str:
+    """The docstring of a section on one line, however it is wrapped in the source."""
     return " ".join((section.__doc__ or "").split())
 
 

@@ -702,8 +702,9 @@ class Config(Section):
     )  # type: ignore[arg-type]
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
     cluster: ClusterSection = Field(
-        default_factory=ClusterSection, description="what it runs on; left out: this machine"
-    )  # type: ignore[arg-type]
+        default_factory=ClusterSection,  # type: ignore[arg-type]
+        description="what it runs on; left out: this machine",
+    )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     server: Server = Field(default_factory=Server, description="a parameter server")  # type: ignore[arg-type]

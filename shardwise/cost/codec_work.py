@@ -3,11 +3,12 @@ copies around that.
 
 A sum of n numbers over N devices, each of which has N rows of n / N:
 
-| hop                     | encodes       | decodes       | copies                                                        |
-| ----------------------- | ------------- | ------------- | ------------------------------------------------------------- |
-| rows to their devices   | (N - 1) n / N | (N - 1) n / N | n added to the residual; a reduce-scatter's n / N handed over |
-| sums to all             | n / N         | n             | n handed over                                                 |
-| both factors (PowerSGD) | n             | n, or n / N   | n added to the residual                                       |
+| hop                     | encodes       | decodes       | copies                                |
+| ----------------------- | ------------- | ------------- | ------------------------------------- |
+| rows to their devices   | (N - 1) n / N | (N - 1) n / N | n, to add them to the residual; a     |
+|                         |               |               | reduce-scatter also n / N, its result |
+| sums to all             | n / N         | n             | n, the result                         |
+| both factors (PowerSGD) | n             | n, or n / N   | n, to add them to the residual        |
 
 The work is done where the collective is made, before and behind it, so it is part of what the backward pass
 may hide.

@@ -4,8 +4,10 @@ How long ranks take to go through their stages is told in three ways: by a close
 equal; by a bound below which no schedule can be played; and by playing the schedule (search/search.py). What
 the links make of it is said here, once for all three:
 
-    pipeline = max(ranks going through their stages + messages they wait for, busiest link + the bubble of even stages)
-    step     = pipeline + messages of filling and draining + collectives once a step, less what hides of them + all the rest
+    pipeline = max(ranks going through their stages + messages they wait for,
+                   busiest link + bubble of equal stages)
+    step     = pipeline + messages while the pipeline fills and drains
+               + the exposed part of the collectives that run once a step + everything else
 
 Where a link is busier than the slowest rank, every rank runs at its pace, and how unevenly the stages are cut
 matters no more. What comes once a step hides behind the last backward of the blocks, which takes a share of

@@ -3,8 +3,8 @@
 A step is m micro-batches through the blocks of each pipeline rank, then the optimizer. The seconds of the
 slowest rank, with what the links add and nothing can hide, times m, and the bubble of the schedule:
 
-    total = m x (computing + exposed communication of a micro-batch on the slowest rank) + bubble + once a
-    step
+    total = m x (computing + exposed communication of a micro-batch on the slowest rank)
+            + bubble + what runs once a step
 
 What is computed comes from `compute.py`. What is communicated comes from `traffic.py`: the flows that the
 ledger of a real run is held to, priced collective by collective (`price.py`); no volume is derived here. They
@@ -13,15 +13,18 @@ taken for one block and micro-batch, whatever rank has it.
 
 *Exposed* is what is left of a collective after hiding behind the work beside it, which its flow names:
 
-| flows                              | hide behind                                                                          |
-| ---------------------------------- | ------------------------------------------------------------------------------------ |
-| weights, gradients: each pass      | the block's forward or backward, its other collectives included                      |
-| weights, gradients: once a step    | the last backward, and in a pipeline the wait before it; replicas after the others   |
-| weights, gradients: embedding, head| the head's products                                                                  |
-| tensor, expert, Ulysses            | nothing: they stand between two products (`overlap_tensor`: programs that cut those) |
-| ring                               | attention to the part of the keys that is here                                       |
-| pipeline                           | computing, but for filling and draining (`overlap_sends`), as long as that is longer |
-| with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
+| flows                               | hide behind                                                        |
+| ----------------------------------- | ------------------------------------------------------------------ |
+| weights, gradients: each pass       | the block's forward or backward, including its other collectives   |
+| weights, gradients: once a step     | the last backward, and in a pipeline the wait before it; sums over |
+|                                     | replicas come after the others                                     |
+| weights, gradients: embedding, head | the head's matrix products                                         |
+| tensor, expert, Ulysses             | nothing: the next product needs their result. Programs that split  |
+|                                     | products hide a share of the tensor axis' (`overlap_tensor`)       |
+| ring                                | attention to the keys that are already here                        |
+| pipeline                            | computing (`overlap_sends`), as long as it takes longer; nothing   |
+|                                     | while the pipeline fills and drains                                |
+| with the optimizer                  | nothing; those of the pipeline axis hide behind its draining       |
 
 Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it
 (`codec_work.py`). On a CPU what hides is the data axis' wait for a network. While both run, the computing is

@@ -3,14 +3,16 @@
 A run keeps the planner's prediction in plan.json. A run measures fewer things than the planner tells apart,
 so terms are added up to what one clock can see:
 
-| what                  | predicted terms                                        | measured                                     |
-| --------------------- | ------------------------------------------------------ | -------------------------------------------- |
-| computing             | matmul, attention, elementwise, launch, recompute      | span `forward_backward`                      |
-| exposed communication | tensor, context, expert, data, replica, links, and     | span `exposed_communication`                 |
-|                       | pipeline_sends                                         |                                              |
-| optimizer             | optimizer                                              | span `optimizer`                             |
-| reading data          | none: batches are read ahead                           | what of the span `data` no other span covers |
-| unclaimed             | none                                                   | what is left of the step                     |
+| what                  | predicted terms                         | measured                            |
+| --------------------- | --------------------------------------- | ----------------------------------- |
+| computing             | matmul, attention, elementwise, launch, | span `forward_backward`             |
+|                       | recompute                               |                                     |
+| exposed communication | tensor, context, expert, data, replica, | span `exposed_communication`        |
+|                       | links, pipeline_sends                   |                                     |
+| optimizer             | optimizer                               | span `optimizer`                    |
+| reading data          | none: batches are read ahead            | the part of the span `data` that no |
+|                       |                                         | other span covers                   |
+| unclaimed             | none                                    | the rest of the step                |
 
 In a pipeline a rank that has nothing to do waits for a message, and no clock can tell that wait from the
 message's own time: bubble and imbalance are then counted with communication. On a GPU some waits cannot be

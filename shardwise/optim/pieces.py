@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 
@@ -26,4 +27,4 @@ class Piece:
         if self.weight.numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):
             yield tensors
             return
-        yield from zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
+        yield from zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)

@@ -118,8 +118,9 @@ class Adam(Optimizer):
         """Update by torch's kernel, which divides, skips and counts by itself."""
         from torch.optim.adamw import adamw
 
+        first, second = slots
         adamw(
-            weights, gradients, *slots, [], steps, fused=True, grad_scale=divide_by, found_inf=skip,
+            weights, gradients, first, second, [], steps, fused=True, grad_scale=divide_by, found_inf=skip,
             amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=lr, weight_decay=decay,
             eps=self.epsilon, maximize=False,
         )  # fmt: skip
@@ -173,9 +174,18 @@ def largest_quotient(beta1: float, beta2: float) -> float:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
 
 
-def _rounded_on_gpu(betas: tuple[float, float], epsilon: float, *tensors: Any) -> None:
+def _rounded_on_gpu(
+    betas: tuple[float, float],
+    epsilon: float,
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: Tensor,
+    place: Tensor,
+    decay: float,
+) -> None:
     """Run the Triton kernel, which is imported on a GPU alone: Triton comes with torch for GPUs."""
     from shardwise.optimizers.adamw_kernel import update
 
-    *pieces, decay = tensors
-    update(*pieces, *betas, epsilon, decay)
+    update(weight, gradient, first, second, numbers, place, *betas, epsilon, decay)

@@ -67,7 +67,8 @@ class OneBitAdam(Adam):
 
     def without_compression(self) -> Optimizer:
         """Return AdamW with the same settings."""
-        return AdamW(betas=self.betas, epsilon=self.epsilon, weight_decay=self.weight_decay)
+        settings = {"betas": self.betas, "epsilon": self.epsilon, "weight_decay": self.weight_decay}
+        return AdamW.model_validate(settings)
 
     def describe(self, rounds: bool) -> str:
         """Return what it does before compression begins, and after."""

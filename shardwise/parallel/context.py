@@ -5,10 +5,12 @@ and document numbers are cut along the sequence, and rotary or learned positions
 are. Attention alone mixes tokens; its modules, named `mixing` in the sharding table, are given another way to
 compute:
 
-| layout.attention | tokens of a device        | moves a layer, forward (E values of queries, g = kv_heads / heads)        |
-| ---------------- | ------------------------- | ------------------------------------------------------------------------- |
-| ring             | an early and a late chunk | keys and values once around: 2 E g (context - 1)                          |
-| ulysses          | one chunk                 | all-to-all of queries, keys, values and results: E (2 + 2 g)              |
+| layout.attention | tokens of a device        | values sent per layer, forward                            |
+| ---------------- | ------------------------- | --------------------------------------------------------- |
+| ring             | an early and a late chunk | keys and values once around: 2 E g (context - 1)          |
+| ulysses          | one chunk                 | all-to-all of queries, keys, values, results: E (2 + 2 g) |
+
+Here E is how many values a device's queries have, and g = kv_heads / heads.
 
 The ring (Liu et al. 2023) overlaps its messages with the blocks it computes and works with any number of
 heads; Ulysses (Jacobs et al. 2023) runs the fused kernel on the whole sequence for its share of the heads.

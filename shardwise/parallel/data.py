@@ -83,9 +83,11 @@ class DataParallel:
 
         micro_batch(last=False): forward, backward   any number of times, then once with last=True;
                                                      after it gradients are complete
-        hold(), half a backward, hold(), ...         instead, where a schedule splits backward: after `stay_gathered()`, which
-        release()                                    is called once before the first step; after `release` gradients are complete
+        hold(), half a backward, hold(), ...         instead, where a schedule splits backward;
+        release()                                    after it gradients are complete
         settle()                                     between steps only, after forwards without backward
+
+    Where a schedule splits backward, `stay_gathered()` is called once before the first step.
 
     Between `release` or the last micro-batch and the next step the optimizer may change weights, and
     parameters are what this rank stores of them. The methods here do nothing, which is right for one

@@ -5,8 +5,8 @@ With E experts on e devices, device i holds experts [i · E/e, (i + 1) · E/e). 
 expert are therefore already sorted by owner, and one all-to-all with uneven parts brings each to its expert;
 another brings it back:
 
-    rows by expert → all-to-all → rows by source, then expert → by expert → experts → undo → all-to-all → rows
-    as they were
+    rows by expert → all-to-all → rows by source, then expert → by expert → experts
+    → undo → all-to-all → rows as they were
 
 In each of the two directions of a layer a device sends its tokens × experts_per_token rows, of which (e -
 1)/e leave it when the load is even, and the same again in backward: four all-to-alls a layer and micro-batch.

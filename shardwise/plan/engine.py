@@ -2,11 +2,12 @@
 
 Devices that hold the same weights keep them equal in one of three ways:
 
-| engine       | where                                                    | what runs there (parallel/data.py)             |
-| ------------ | -------------------------------------------------------- | ---------------------------------------------- |
-| `single`     | no other device holds the same weights                   | a plain model                                  |
-| `replicated` | zero = 0, and no tensor, pipeline or expert axis beside  | torch's DistributedDataParallel                |
-| `sharded`    | everything else                                          | FSDP2; where zero = 0, on shards of one device |
+| engine       | where                                             | what runs there (parallel/data.py)     |
+| ------------ | ------------------------------------------------- | -------------------------------------- |
+| `single`     | no other device holds the same weights            | a plain model                          |
+| `replicated` | zero = 0, without tensor, pipeline or expert axes | torch's DistributedDataParallel        |
+| `sharded`    | everywhere else                                   | FSDP2; if zero = 0, a shard is a whole |
+|              |                                                   | weight                                 |
 
 and FSDP2 moves, under each ZeRO stage (Rajbhandari et al., 2020):
 

@@ -9,14 +9,16 @@ fill a gap. A rank runs its list in order and waits where an input has not arriv
 many activations a rank must keep (`plan/timeline.py` counts both). With p ranks, m micro-batches, v stages a
 rank, and F, I, W the times of one stage:
 
-| name        | stages a rank | idle time of a rank         | activations kept    | from                                    |
-| ----------- | ------------- | --------------------------- | ------------------- | --------------------------------------- |
-| gpipe       | 1             | (p-1)(F+I+W)                | m                   | Huang et al. 2019                       |
-| 1f1b        | 1             | (p-1)(F+I+W)                | p - rank            | PipeDream-flush, Narayanan et al. 2021  |
-| interleaved | v, looped     | (p-1)(F+I+W), stages 1/v    | p(v+1) - 2 rank - 1 | Megatron-LM, Narayanan et al. 2021      |
-| zb1p        | 1             | (p-1)(F+I-W)                | p                   | ZB-H1, Qi et al. 2023                   |
-| zbv         | 2, in a V     | 0 from first to last action | 2p                  | Qi et al. 2024                          |
-| dualpipev   | 2, in a V     | at most (p-1)(F+2I-W)       | 2p + 1              | DeepSeek-V3 2024, cut in half           |
+| name        | stages a rank | idle time of a rank         | activations kept    | from                     |
+| ----------- | ------------- | --------------------------- | ------------------- | ------------------------ |
+| gpipe       | 1             | (p-1)(F+I+W)                | m                   | Huang et al. 2019        |
+| 1f1b        | 1             | (p-1)(F+I+W)                | p - rank            | PipeDream-flush,         |
+|             |               |                             |                     | Narayanan et al. 2021    |
+| interleaved | v, looped     | (p-1)(F+I+W), stages 1/v    | p(v+1) - 2 rank - 1 | Megatron-LM,             |
+|             |               |                             |                     | Narayanan et al. 2021    |
+| zb1p        | 1             | (p-1)(F+I-W)                | p                   | ZB-H1, Qi et al. 2023    |
+| zbv         | 2, in a V     | 0 from first to last action | 2p                  | Qi et al. 2024           |
+| dualpipev   | 2, in a V     | at most (p-1)(F+2I-W)       | 2p + 1              | DeepSeek-V3 2024, halved |
 
 Activations are counted in stages, which are half as large where a rank holds two. The zero of `zbv` holds if
 F = I = W, as is nearly so for large matrix products; the two around it hold for other costs too. *Looped*
@@ -382,8 +384,11 @@ def problems_of(schedule: Schedule) -> list[str]:
     schedule."""
     found = []
     for rank, actions in enumerate(schedule.actions):
-        found += [f"{action} is on rank {rank}, which does not hold its stage" for action in actions
-                  if not 0 <= action.stage < schedule.stages or schedule.rank_of_stage[action.stage] != rank]  # fmt: skip
+        found += [
+            f"{action} is on rank {rank}, which does not hold its stage"
+            for action in actions
+            if not 0 <= action.stage < schedule.stages or schedule.rank_of_stage[action.stage] != rank
+        ]
     kinds: dict[tuple[int, int], list[str]] = {
         (stage, index): [] for stage in range(schedule.stages) for index in range(schedule.micro_batches)
     }

@@ -33,8 +33,7 @@ def describe_run(training: Training) -> dict[str, str]:
         + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
         "precision": f"{_computed(config)} computation{_emulated(config, device)}, "
-        f"{_stored(train)} weights and optimizer state, gradients summed in "
-        f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
+        f"{_stored(train)} weights and optimizer state, gradients summed in {_summed(training)}",
         **_pipeline(training),
         "attention": _attention(training),
         "compile": "each block"
@@ -164,6 +163,13 @@ def _minutes(minutes: float) -> str:
 def _stored(train: Train) -> str:
     dtype = state_dtype(train)
     return f"{dtype} (8 bits, rounded by chance)" if dtype == "bfloat16" else dtype
+
+
+def _summed(training: Training) -> str:
+    """The dtype in which gradients are summed: FSDP2's reduce dtype, elsewhere that of the weights."""
+    config = training.config
+    sharded = engine_of(training.plan.layout, config.model.experts).sharded
+    return reduce_dtype(config.train) if sharded else state_dtype(config.train)
 
 
 def _attention(training: Training) -> str:

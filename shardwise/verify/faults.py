@@ -5,11 +5,15 @@ disk, a process is forbidden to write large files. What survives this survives a
 machine can play several.
 
     kill     SIGKILL to a worker, as the kernel does when memory runs out: another must take its place
-    hang     SIGSTOP to a worker: alive, and no step is done; it must be noticed and replaced
-    corrupt  a byte of the newest checkpoint flipped, then a worker killed: the checkpoint before it must be taken
-    full     a worker may write no large file (EFBIG) until a save has failed: no restart, and the next save is whole
-    term     SIGTERM to every process, as a scheduler does: it must save and leave with status 75; started again, no step is lost
-    lose     a host with one worker is gone at once, and comes back later: the others must go on, and take it back
+    hang     SIGSTOP to a worker, which is then alive but does no step: it must be noticed and replaced
+    corrupt  a byte of the newest checkpoint is flipped, then a worker is killed: the run must resume from the
+             checkpoint before it
+    full     a worker cannot write large files (EFBIG) until a save has failed: the run must not restart, and
+             the next save must be complete
+    term     SIGTERM to every process, as a scheduler does: the run must save and exit with status 75; when it
+             is started again, no step is lost
+    lose     a host with one worker disappears at once, and comes back later: the others must go on without
+             it, and then take it back
 
 Times are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share
 of a step after it, so that faults also fall into saves. Where in a step that lands is up to the clock; steps,

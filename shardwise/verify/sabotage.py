@@ -1,11 +1,14 @@
 """Breaking one thing on purpose, on one rank: a proof that cannot fail proves nothing.
 
-| kind            | what happens on one rank                                                              | what it needs   |
-| --------------- | ------------------------------------------------------------------------------------- | --------------- |
-| drop-all-reduce | one sum of gradients is left out: the rank keeps its own summand                      | several devices |
-| scale-gradient  | the gradient of one parameter is multiplied by 1.01 before the norm is taken          |                 |
-| swap-chunks     | the two halves of the sequence, as the rank reads it, change places; the targets stay |                 |
-| misroute-token  | a micro-batch's first token goes, in one layer, to an expert that it did not choose   | experts         |
+| kind            | what happens on one rank                                               | what it needs   |
+| --------------- | ---------------------------------------------------------------------- | --------------- |
+| drop-all-reduce | one sum of gradients is left out: the rank keeps its own summand       | several devices |
+| scale-gradient  | one parameter's gradient is multiplied by 1.01 before the norm is      |                 |
+|                 | taken                                                                  |                 |
+| swap-chunks     | the two halves of the rank's input sequence change places; its targets |                 |
+|                 | stay where they are                                                    |                 |
+| misroute-token  | in one layer, the first token of a micro-batch goes to an expert       | experts         |
+|                 | that it did not choose                                                 |                 |
 
 A rank that merely stayed away from a collective would leave its peers waiting. It takes part and then ignores
 the result, which is what a collective on the wrong group or stream amounts to. Which sum is left out depends

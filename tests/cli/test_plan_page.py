@@ -361,7 +361,8 @@ def opened(page: str, folder: Path, script: str = "", place: str = "") -> tuple[
 
 LOOK = """
 const text = id => $(id).textContent;
-const move = (target, x, y) => target.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: x, clientY: y}));
+const move = (target, x, y) =>
+  target.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: x, clientY: y}));
 found.segments = document.querySelector("#memory .bar").querySelectorAll("i[data-tip]").length;
 const rows = [...document.querySelectorAll("#timeline .row")];
 found.actions = rows.map(row => row.children.length);
@@ -372,7 +373,9 @@ move(document.querySelector("#memory .bar i"), 10, 10); found.segment = text("ti
 const box = $("plot").getBoundingClientRect();
 const at = {clientX: box.left + placed[0][0], clientY: box.top + placed[0][1], bubbles: true};
 move($("plot"), at.clientX, at.clientY); found.dot = text("tip");
-$("plot").dispatchEvent(new MouseEvent("click", at)); found.pinned = text("pinned"); found.hash = location.hash;
+$("plot").dispatchEvent(new MouseEvent("click", at));
+found.pinned = text("pinned");
+found.hash = location.hash;
 const pixels = $("plot").getContext("2d").getImageData(0, 0, $("plot").width, $("plot").height).data;
 found.colours = new Set(new Uint32Array(pixels.buffer)).size;
 """
