@@ -88,7 +88,8 @@ def _sections() -> list[tuple[str, type[BaseModel]]]:
 
 def _heading(name: str, section: type[BaseModel]) -> str:
     """The name of a table; of [optimizer] also which optimizer has these keys."""
-    return f"[{name}], name = {_default(section.model_fields['name'])}" if name == "optimizer" else f"[{name}]"
+    which = f", name = {_default(section.model_fields['name'])}" if name == "optimizer" else ""
+    return f"[{name}]{which}"
 
 
 def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:

@@ -1,9 +1,10 @@
 """The interface of an optimizer: its settings, and everything that the rest of the program asks of it.
 
-An optimizer is a frozen value, made from the `[optimizer]` table of a job. Its fields are the settings that a
-user may write. Its methods say how a weight is updated, which tensors are kept for that, what an update
-costs, and in which jobs it cannot be used. So memory, plan, checkpoint, proof and header ask this object, and a new
-optimizer is one file: `name`, `title`, `slots` and `update` are required, everything else has a default.
+An optimizer is a frozen value, made from the `[optimizer]` table of a job. Its fields are the settings that
+a user may write. Its methods say how a weight is updated, which tensors are kept for that, what an update
+costs, and in which jobs it cannot be used. So memory, plan, checkpoint, proof and header ask this object,
+and a new optimizer is one file: `name`, `title`, `slots` and `update` are required, everything else has a
+default.
 
 An update must treat each number of a weight by itself. That is what lets the engine (shardwise/optim) hand it
 any piece of a weight: a shard, some rows of a table, a block that is rounded to bfloat16.

@@ -2,9 +2,10 @@
 gets no gradient.
 
 Every rank sums up the bits of each of its slices, of weights and of optimizer states, and all ranks compare:
-two that hold the same slice of the same parameter, be it as replicas or as the two ends of a tied weight, must
-have the same sum. Equal copies are an invariant, not an approximation, so a single flipped bit shows, at the step
-where it first matters and with a name. It costs a read of the states and 16 bytes a slice and rank.
+two that hold the same slice of the same parameter, be it as replicas or as the two ends of a tied weight,
+must have the same sum. Equal copies are an invariant, not an approximation, so a single flipped bit shows,
+at the step where it first matters and with a name. It costs a read of the states and 16 bytes a slice and
+rank.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_overrides_replace_values_of_every_kind(job: Path) -> None:
-    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false", "optimizer.betas=[0.8, 0.9]",
-    "train.compile=true",
+    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false",
+                 "optimizer.betas=[0.8, 0.9]", "train.compile=true",
                  "data.tokenizer=folder/my tokenizer.json", "train.recompute=0.5",
                  "observe.wandb=project"]  # fmt: skip
     config = read(job, overrides)
