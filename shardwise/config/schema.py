@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 from pydantic.fields import FieldInfo
 
 from shardwise.config.compression import AUTO, Compression
-from shardwise.optimizers import BUILT_IN, AdamW, Optimizer, from_table
+from shardwise.optimizers import BUILT_IN, Optimizer, from_table
 from shardwise.section import Section
 
 Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
@@ -698,8 +698,8 @@ class Config(Section):
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
     optimizer: Annotated[SerializeAsAny[Optimizer], BeforeValidator(_named_optimizer)] = Field(
-        default_factory=AdamW, description="how weights are updated"
-    )  # type: ignore[arg-type]
+        default_factory=lambda: from_table({}), description="how weights are updated"
+    )
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ import tomli_w
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from shardwise.config.schema import Section
 from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Device, Kind, Link, Measured, Term
 from shardwise.errors import ConfigError, UserError, shown
 from shardwise.files import parse_toml, read_bytes
+from shardwise.section import Section
 
 Precision = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
 _LARGEST = 1e18

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
-from shardwise.optimizers import AdamW, Optimizer
+from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.float8 import Shares
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
@@ -69,7 +69,7 @@ class Work:
     float8: Shares | None = None
     """Which products are made in float8, as shardwise makes them. None: none, or by another program, which
     makes all of a block so, and leaves the head in bfloat16."""
-    optimizer: Optimizer = field(default_factory=AdamW)
+    optimizer: Optimizer = field(default_factory=lambda: from_table({}))
     """It says how many states are kept of each parameter, and what an update moves."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:

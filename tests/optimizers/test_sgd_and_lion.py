@@ -98,7 +98,7 @@ def test_updates_are_those_of_torch_or_of_the_paper(
     optimizer = make_optimizer(ours.named_parameters(), settings, embeddings=TABLES)
     for lr, divisor in RATES:
         for name, parameter in ours.named_parameters():
-            parameter.grad = gradients[name].to(dtype)
+            parameter.grad = gradients[name].to(dtype, copy=True)
         update(optimizer, lr, torch.tensor(divisor, dtype=dtype), ZERO)
     if isinstance(settings, SGD):
         torch_sgd(settings, theirs, gradients)
