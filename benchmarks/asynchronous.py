@@ -40,7 +40,7 @@ from slow_link import HOSTS, OURS, cable, limit
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=64", "train.global_batch=8",
-    "train.learning_rate=1e-3", "train.betas=[0.9, 0.99]", "train.final_learning_rate=0",
+    "train.learning_rate=1e-3", "optimizer.betas=[0.9, 0.99]", "train.final_learning_rate=0",
     "checkpoint.every=0",
     "observe.sample=",
 ]  # fmt: skip

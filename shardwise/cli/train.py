@@ -295,7 +295,7 @@ def _check_room(config: Config, plan: Plan) -> None:
     check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        numbers = driver_of(config).saved_numbers(plan)
+        numbers = driver_of(config).saved_numbers(config, plan)
         check_room(Path(saved_to), "checkpoint.folder", BYTES[state_dtype(config.train)] * numbers)
 
 

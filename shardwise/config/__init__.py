@@ -4,7 +4,6 @@ from shardwise.config.axes import AXES, MODEL_AXES, RANK_AXES, TOKEN_AXES
 from shardwise.config.check import (
     divisors,
     least_zero,
-    needs_whole_momenta,
     problems_of_compression,
 )
 from shardwise.config.dtypes import Precision
@@ -79,7 +78,6 @@ __all__ = [
     "least_zero",
     "nearest_layout",
     "nearest_to",
-    "needs_whole_momenta",
     "problems_of_compression",
     "problems_of_layout",
     "read",

@@ -16,6 +16,7 @@ from shardwise.config.compression import AUTO, SumCompression
 from shardwise.config.parameters import count
 from shardwise.config.schema import ClusterSection, Data, Layout, Model, Train
 from shardwise.drivers.registry import DRIVERS, driver_named
+from shardwise.optimizers import Optimizer
 from shardwise.section import Section
 
 MOST_WEIGHTS = 10**15
@@ -105,7 +106,7 @@ def _float8_module(model: Model, train: Train) -> Iterator[str]:
         )
 
 
-def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
+def _float8_on_the_wire(train: Train, layout: Layout, optimizer: Optimizer) -> Iterator[str]:
     if train.precision != "float8":
         return
     if layout.weight_compression:
@@ -114,8 +115,8 @@ def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
             f"weights are gathered in "
             "8 bits already; leave it out"
         )
-    sums, momentum = SumCompression.of(layout), train.optimizer == "1bit-adam"
-    asked = "train.optimizer" if momentum else "layout.compression"
+    sums, momentum = SumCompression.of(layout), optimizer.summed_momentum is not None
+    asked = "optimizer.name" if momentum else "layout.compression"
     feedback = layout.compression == AUTO or (sums is not None and sums.feedback)
     if train.float8_scaling == "delayed" and (feedback or momentum):
         yield (
@@ -204,11 +205,6 @@ def _state_dtype(train: Train) -> Iterator[str]:
         )
 
 
-def _betas(train: Train) -> Iterator[str]:
-    if not all(0 <= beta < 1 for beta in train.betas):
-        yield f"train.betas = {list(train.betas)}: both must be at least 0 and below 1"
-
-
 def _open_data(layout: Layout) -> Iterator[str]:
     if layout.data == 0:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
@@ -274,30 +270,8 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
         )
 
 
-def needs_whole_momenta(train: Train, layout: Layout) -> bool:
-    """Whether 1-bit Adam compresses sums over devices that would share momenta: then layout.zero is 0."""
-    return train.optimizer == "1bit-adam" and layout.compression_axes == "all"
-
-
-def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
-    what = "train.optimizer = '1bit-adam'"
-    if train.optimizer != "1bit-adam" or layout.compression is None:
-        return
-    if layout.compression_warmup == 0:
-        settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
-        yield (
-            f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before "
-            f"it is kept; "
-            f"{settles} say"
-        )
-    if (zero := layout.zero or least_zero(layout)) and needs_whole_momenta(train, layout):
-        yield (
-            f"{what}: needs whole momenta where they are compressed, and layout.zero = {zero} shards them; "
-            f"use layout.zero = 0 "
-            "without weight_compression and backward_shards, or layout.compression_axes = 'replica'"
-        )
-    if train.state_dtype == "bfloat16":
-        yield f"{what}: keeps float32 states; leave train.state_dtype out"
+def _optimizer(optimizer: Optimizer, train: Train, layout: Layout) -> Iterator[str]:
+    yield from optimizer.problems(train, layout, layout.zero or least_zero(layout))
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:
@@ -336,13 +310,11 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _recompute,
     _state_dtype,
     no_effect.float8_settings,
-    _betas,
     _open_data,
     _offload,
     problems_of_compression,
     _gathers,
-    no_effect.one_bit_adam,
-    _one_bit_adam,
+    _optimizer,
     _one_cluster,
     _positions,
     _float8_on_the_wire,

@@ -64,15 +64,6 @@ def compression_settings(layout: Layout) -> Iterator[str]:
             )
 
 
-def one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
-    """Refuse an optimizer that compresses momenta without a codec."""
-    if train.optimizer == "1bit-adam" and layout.compression is None:
-        yield (
-            "train.optimizer = '1bit-adam': has no effect without layout.compression; name a codec, 'sign' "
-            "say, or leave it out"
-        )
-
-
 def settings_of_driver(driver: str, section: Section) -> Iterator[str]:
     """Refuse settings of a driver that is not the job's."""
     for name in section.changed_keys():

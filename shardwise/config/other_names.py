@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwise.config.schema import SECTIONS
+from shardwise.config.schema import SECTIONS, keys_of
 
 SURE, LIKELY = 0.8, 0.6
 """How alike two words are (difflib's ratio) where one is surely, or likely, the other one misspelt."""
@@ -68,7 +68,7 @@ _OF_ALL = OurKey(
 )
 _STEPS_OF_WARMUP = OurKey("train.warmup", "N", "in steps")
 _SHARE_OF_PEAK = OurKey("train.final_learning_rate", "SHARE", "as a share of the peak")
-_BETAS = OurKey("train.betas", "[0.9,0.95]", "both in one list")
+_BETAS = OurKey("optimizer.betas", "[0.9,0.95]", "both in one list")
 
 OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), OurKey("train.learning_rate")),
@@ -96,13 +96,13 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("packing", "sample_packing"), _PACKED),
     "shares": OurKey("train.driver", "by-speed", "or synchronous: even shares"),
     "local_steps": OurKey("local.sync_every"),
-    **dict.fromkeys(("wd", "l2"), OurKey("train.weight_decay")),
+    **dict.fromkeys(("wd", "l2"), OurKey("optimizer.weight_decay")),
     **dict.fromkeys(("max_grad_norm", "max_norm", "gradient_clipping", "clip_grad", "grad_clip",
     "gradient_clip_val"),
                     OurKey("train.clip")),
-    **dict.fromkeys(("optim", "optimizer_type"), OurKey("train.optimizer")),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_type"), OurKey("optimizer.name")),
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), _BETAS),
-    **dict.fromkeys(("eps", "adam_eps", "adam_epsilon"), OurKey("train.epsilon")),
+    **dict.fromkeys(("eps", "adam_eps", "adam_epsilon"), OurKey("optimizer.epsilon")),
     **dict.fromkeys(("bf16", "bfloat16"), OurKey("train.precision", "bfloat16")),
     **dict.fromkeys(("fp16", "float16", "half"), OurKey("train.precision", "float16")),
     **dict.fromkeys(("fp8", "float8", "fp8_format"), OurKey("train.precision", "float8")),
@@ -215,12 +215,12 @@ def our_key(name: str, section: str = "") -> OurKey | None:
     word = (
         f"{section}_{word}" if f"{section}_{word}" in OTHER_NAMES else word
     )  # checkpoint.interval: checkpoint_interval
-    here = SECTIONS[section].model_fields if section in SECTIONS else {}
+    here = keys_of(section) if section in SECTIONS else {}
     if (meant := _called(word)) and (key := meant.key.partition(".")[2]) in here:
         return meant._replace(key=f"{section}.{key}")
     if near := _close(word, here, SURE):
         return OurKey(f"{section}.{near}")
-    keys = [key for kind in SECTIONS.values() for key in kind.model_fields]
+    keys = [key for other in SECTIONS for key in keys_of(other)]
     names = [
         name for name, meant in OTHER_NAMES.items() if meant.key
     ]  # a mere note would be wrong for another word
@@ -229,16 +229,19 @@ def our_key(name: str, section: str = "") -> OurKey | None:
 
 def _called(word: str) -> OurKey | None:
     """What is called so by another program, or in the first section that has such a key."""
-    homes = [OurKey(f"{home}.{word}") for home, kind in SECTIONS.items() if word in kind.model_fields]
+    homes = [OurKey(f"{home}.{word}") for home in SECTIONS if word in keys_of(home)]
     return OTHER_NAMES.get(word) or (homes[0] if homes else None)
 
 
-def suggestion(name: str, section: str) -> str:
+def suggestion(name: str, section: str, known: Iterable[str] | None = None) -> str:
     """The end of a message about a key that its section does not have: what was meant, or all keys of the
-    section."""
+    section. `known` are its keys, where that depends on what else is in it."""
+    known = list(keys_of(section) if known is None else known)
     if meant := our_key(name, section):
-        return f". {meant}"
-    return did_you_mean(name, SECTIONS[section].model_fields, f"{section}.")
+        home, _, key = meant.key.partition(".")
+        if home != section or key in known:
+            return f". {meant}"
+    return did_you_mean(name, known, f"{section}.")
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from shardwise.codecs import parse_codec
 from shardwise.config.compression import AUTO
 from shardwise.config.dtypes import Precision
 from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 from shardwise.drivers.registry import DRIVERS, drivers
+from shardwise.optimizers import BUILT_IN, Optimizer, from_table
 from shardwise.section import Degree, NonNegative, Positive, Section
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -267,24 +269,11 @@ class Train(Section):
     decay: Positive | None = Field(
         None, description="steps of the final decay of `wsd`; left out: a fifth of the run"
     )
-    optimizer: Literal["adamw", "1bit-adam"] = Field(
-        "adamw",
-        description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are "
-        "compressed instead "
-        "of gradients, the second moment stays as it is, and `clip` and the logged gradient norm are those "
-        "of summed momenta",
-    )
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(
-        0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)"
-    )
     clip: float | None = Field(
         1.0,
         gt=0,
-        description="largest global gradient norm; `false` for none. With `1bit-adam`, once compression "
-        "begins, the largest norm "
-        "of summed momenta",
+        description="largest global gradient norm; `false` for none. With the optimizer `1bit-adam`, once "
+        "compression begins, the largest norm of summed momenta",
     )
     precision: Precision = Field(
         "float32",
@@ -345,7 +334,7 @@ class Train(Section):
                 values["clip"] = None
             lists = {
                 name: tuple(values[name])
-                for name in ("betas", "float8_leave_out")
+                for name in ("float8_leave_out",)
                 if isinstance(values.get(name), list)
             }
             values |= lists
@@ -428,7 +417,8 @@ class Layout(Section):
         None,
         description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
         "`terngrad` and "
-        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use `1bit-adam`",
+        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use the optimizer "
+        "`1bit-adam`",
     )
 
     @model_validator(mode="before")
@@ -600,12 +590,20 @@ class Run(Section):
     )
 
 
+def _named_optimizer(value: Any) -> Any:
+    """Return the optimizer that a table names; a value that is no table is left to pydantic."""
+    return from_table(value) if isinstance(value, dict) else value
+
+
 class _TablesOfEveryJob(Section):
     """The tables that do not belong to a driver."""
 
     model: Model = Field(default_factory=Model, description="the transformer")  # type: ignore[arg-type]
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
+    optimizer: Annotated[SerializeAsAny[Optimizer], BeforeValidator(_named_optimizer)] = Field(
+        default_factory=lambda: from_table({}), description="how weights are updated"
+    )
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,  # type: ignore[arg-type]
@@ -641,3 +639,14 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(field.annotation, type)
 }
 """By its name, the definition of each table of a job."""
+
+
+def keys_of(section: str) -> dict[str, FieldInfo]:
+    """Return the keys that a table of a job may have. Those of [optimizer] are the keys of all our
+    optimizers: which of them a job may write depends on the one that it names."""
+    if section != "optimizer":
+        return SECTIONS[section].model_fields
+    keys: dict[str, FieldInfo] = {}
+    for kind in BUILT_IN.values():
+        keys = {**kind.model_fields, **keys}  # the first that has a key describes it
+    return keys

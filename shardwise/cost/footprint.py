@@ -304,7 +304,7 @@ def _without_the_hosts(
     on_host = {
         "weights": stored * held.sharded,
         "gradients": stored * held.sharded,
-        "optimizer": 2 * stored * held.sharded,
+        "optimizer": len(work.optimizer.slots) * stored * held.sharded,
     }
     whole = (space.zero == 1) & (space.accumulation > 1)
     on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
@@ -315,10 +315,11 @@ def _without_the_hosts(
 
 
 def host_bytes(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Bytes of offloaded weights, gradients and moments in the memory of one node, whose devices all have the
-    fullest one's."""
+    """Bytes of offloaded weights, gradients and optimizer states in the memory of one node, whose devices all
+    have the fullest one's."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
-    return np.where(space.offload == 1, 4.0 * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
+    numbers = 2.0 + len(work.optimizer.slots)
+    return np.where(space.offload == 1, numbers * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
 
 
 def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
@@ -327,7 +328,7 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
     reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
     if not stack.one_copy:
-        return _two_copies(space, stack, engine, held, stored)
+        return _two_copies(work, space, stack, engine, held)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
     wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
     weights = stored * held.shard + np.where(
@@ -344,13 +345,14 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     return {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": 2 * stored * held.shard,
+        "optimizer": len(work.optimizer.slots) * stored * held.shard,
         "residuals": residuals,
     }
 
 
-def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: float) -> dict[str, Array]:
+def _two_copies(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
+    stored = float(BYTES[work.state_dtype])
     sharded, split = engine.zero > 0, engine.splits_backward
     weights = (
         np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole)
@@ -360,4 +362,5 @@ def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: 
     gradients = np.where(
         sharded & ~whole, stack.gradient_bytes * held.shard, stack.gradient_bytes * held.whole
     )
-    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
+    states = len(work.optimizer.slots) * stored * held.shard
+    return {"weights": weights, "gradients": gradients, "optimizer": states}

@@ -12,7 +12,7 @@ out once for each of those (`layouts`, `grids`) and looked up by index, in a ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from operator import or_
 from typing import Any, TypeVar, cast, get_args
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from shardwise.config import AXES, Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
+from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.float8 import Shares
 from shardwise.plan.stages import stage_blocks
@@ -68,6 +69,8 @@ class Work:
     float8: Shares | None = None
     """Which products are made in float8, as shardwise makes them. None: none, or by another program, which
     makes all of a block so, and leaves the head in bfloat16."""
+    optimizer: Optimizer = field(default_factory=lambda: from_table({}))
+    """It says how many states are kept of each parameter, and what an update moves."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

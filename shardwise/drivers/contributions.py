@@ -182,7 +182,9 @@ class Contributions:
             return
         ages = self._update.staleness
         self._age += AGE_SHARE * (sum(ages) / len(ages) - self._age)
-        ahead = steps_ahead(self._age, momentum=self.training.config.train.betas[0])
+        momentum = self.training.config.optimizer.momentum_per_step
+        assert momentum is not None, "a job that predicts without momentum is refused"
+        ahead = steps_ahead(self._age, momentum)
         self.store.publish(self.training.step, torch.lerp(before, self.weights, 1 + ahead))
 
     @torch.no_grad()
@@ -199,7 +201,8 @@ def steps_ahead(age: float, momentum: float) -> float:
 
 def digest(config: Config) -> str:
     """Return a checksum of the job that a worker and its servers must have in common."""
-    return hashlib.sha256(config.model_dump_json(include={"model", "data", "train"}).encode()).hexdigest()
+    tables = {"model", "data", "train", "optimizer"}
+    return hashlib.sha256(config.model_dump_json(include=tables).encode()).hexdigest()
 
 
 def credentials(store_name: str) -> Credentials:

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from shardwise.checkpoint import Manifest
     from shardwise.checkpoint.save import State
-    from shardwise.config import Config, Layout
+    from shardwise.config import Config, Layout, Train
     from shardwise.data import Dataset
     from shardwise.mesh import Worker
+    from shardwise.optimizers import Optimizer
     from shardwise.plan import Plan
     from shardwise.resilience.host_link import NoHost
     from shardwise.section import Section
@@ -116,9 +117,9 @@ class Driver:
     def check_memory(self, config: Config, plan: Plan) -> None:
         """Refuse a job whose states do not fit into the memory of this host, where they are kept there."""
 
-    def saved_numbers(self, plan: Plan) -> int:
+    def saved_numbers(self, config: Config, plan: Plan) -> int:
         """Return how many numbers a checkpoint holds."""
-        return plan.groups * plan.state_numbers
+        return plan.groups * plan.state_numbers(config.optimizer)
 
     # Plans
 
@@ -226,6 +227,15 @@ class RankDriver:
 
     def saved(self, training: Training) -> None:
         """The state was copied, and is written from the copy."""
+
+
+def sums_gradients_only(train: Train, optimizer: Optimizer) -> Iterator[str]:
+    """Refuse an optimizer whose momenta are summed by devices in lockstep."""
+    if optimizer.summed_momentum is not None:
+        yield (
+            f"train.driver = {train.driver!r}: leave optimizer.name = {optimizer.name!r} out, which sums "
+            "momenta in lockstep"
+        )
 
 
 def leave_out(what: str, section: str, table: Section, keys: Sequence[str], why: str = "") -> Iterator[str]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from shardwise.drivers.driver import RankDriver
+from shardwise.drivers.driver import RankDriver, sums_gradients_only
 from shardwise.drivers.whole_models import WholeModels, no_experts, no_scales, splits_model
 from shardwise.errors import UserError
+from shardwise.optimizers import BUILT_IN, Optimizer
 from shardwise.section import Section
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ def _layout(train: Train, layout: Layout) -> Iterator[str]:
     yield from splits_model(train, layout, allowed={"zero"} if layout.zero == 0 else ())
 
 
+def _lock_free(optimizer: Optimizer) -> Iterator[str]:
+    if optimizer.summed_momentum is None and not optimizer.lock_free:
+        able = ", ".join(name for name, kind in BUILT_IN.items() if kind.lock_free)
+        yield (
+            f"train.driver = 'hogwild': optimizer.name = {optimizer.name!r} cannot update weights without a "
+            f"lock; use one of {able}"
+        )
+
+
 def _whole_states(train: Train) -> Iterator[str]:
     why = "updates of single rows are smaller than bfloat16 can tell"
     if train.state_dtype == "bfloat16":
@@ -62,7 +72,7 @@ class Hogwild(WholeModels):
     summary = "processes of one host that update shared weights without a lock, once in each micro-batch"
     settings = HogwildSettings
     settings_summary = "updates without a lock"
-    rules = (_layout, no_scales, _whole_states, no_experts, _copies)
+    rules = (_layout, no_scales, sums_gradients_only, _lock_free, _whole_states, no_experts, _copies)
     is_predicted = False
     why_unsharded = "workers share one memory"
     workers_use_gpus = False
@@ -84,12 +94,12 @@ class Hogwild(WholeModels):
         from shardwise.plan.dtypes import state_dtype
         from shardwise.units import GIB
 
-        needed = BYTES[state_dtype(config.train)] * plan.state_numbers
+        needed = BYTES[state_dtype(config.train)] * plan.state_numbers(config.optimizer)
         free = psutil.virtual_memory().available
         if needed > free:
             raise UserError(
-                f"train.driver = 'hogwild': weights and moments take {needed / GIB:,.1f} GiB of this "
-                f"machine's memory, of which {free / GIB:,.1f} GiB are free; use a smaller model, or "
+                f"train.driver = 'hogwild': weights and optimizer states take {needed / GIB:,.1f} GiB of "
+                f"this machine's memory, of which {free / GIB:,.1f} GiB are free; use a smaller model, or "
                 "train.driver = 'server' with several server.servers"
             )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from shardwise.drivers.driver import Driver, leave_out
+from shardwise.drivers.driver import Driver, leave_out, sums_gradients_only
 from shardwise.drivers.synchronous import OwnRowsRank
 from shardwise.errors import ConfigError
 from shardwise.section import Degree, NonNegative, Positive, Section
@@ -97,7 +97,6 @@ def _numbers(train: Train) -> Iterator[str]:
         )
     if train.state_dtype == "bfloat16":
         yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
-    yield from leave_out(what, "train", train, ("optimizer",))
 
 
 def _layout(layout: Layout) -> Iterator[str]:
@@ -120,15 +119,15 @@ class LocalGroups(Driver):
     summary = "groups of devices that train by themselves and exchange weights now and then"
     settings = LocalSettings
     settings_summary = "groups that train by themselves"
-    rules = (_cut, _numbers, _layout, _copies)
+    rules = (_cut, _numbers, sums_gradients_only, _layout, _copies)
     lockstep = False
 
     def groups(self, config: Config) -> int:
         return local_settings(config).groups
 
-    def saved_numbers(self, plan: Plan) -> int:
+    def saved_numbers(self, config: Config, plan: Plan) -> int:
         """The anchor, which is saved as the model, and its momentum come on top of each group's state."""
-        return super().saved_numbers(plan) + plan.parameters + (plan.parameters - plan.frozen)
+        return super().saved_numbers(config, plan) + plan.parameters + (plan.parameters - plan.frozen)
 
     def first_plan(self, planner: Planner) -> Plan:
         return _plan_groups(planner, self.groups(planner.config), planner.devices)

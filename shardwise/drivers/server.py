@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwise.drivers.driver import Crew, LooseWorker, RankDriver
+from shardwise.drivers.driver import Crew, LooseWorker, RankDriver, sums_gradients_only
 from shardwise.drivers.server_settings import TABLE, ServerSettings, server_settings
 from shardwise.drivers.whole_models import WholeModels, no_experts, no_scales, splits_model
 from shardwise.errors import UserError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config, Layout, Train
     from shardwise.data import Dataset
     from shardwise.mesh import Worker
+    from shardwise.optimizers import Optimizer
     from shardwise.plan import Plan
     from shardwise.resilience.host_link import NoHost
     from shardwise.train.build import Training
@@ -33,6 +34,14 @@ def _damping(server: ServerSettings) -> Iterator[str]:
         yield (
             "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave "
             "it out"
+        )
+
+
+def _prediction(optimizer: Optimizer, server: ServerSettings) -> Iterator[str]:
+    if server.predicts and optimizer.momentum_per_step is None:
+        yield (
+            f"server.prediction = true: optimizer.name = {optimizer.name!r} has no momentum by which weights "
+            "could be predicted; set server.prediction = false, or server.max_staleness = 0"
         )
 
 
@@ -58,7 +67,7 @@ class ParameterServer(WholeModels):
     summary = "a parameter server that workers bring gradients to, each at its own pace"
     settings = ServerSettings
     settings_summary = "a parameter server"
-    rules = (_damping, _portions, _layout, no_scales, no_experts)
+    rules = (_damping, _prediction, _portions, _layout, no_scales, sums_gradients_only, no_experts)
     has_loose_workers = True
     resumes_missing = True
 

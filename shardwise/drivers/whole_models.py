@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from shardwise.drivers.driver import Driver, leave_out
+from shardwise.drivers.driver import Driver
 
 if TYPE_CHECKING:
     from shardwise.config import Layout, Model, Train
@@ -40,7 +40,6 @@ def no_scales(train: Train) -> Iterator[str]:
         )
     if train.precision == "float8":
         yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"
-    yield from leave_out(what, "train", train, ("optimizer",))
 
 
 def no_experts(model: Model, train: Train) -> Iterator[str]:

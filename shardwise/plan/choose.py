@@ -24,7 +24,6 @@ from shardwise.config import (
     least_zero,
     nearest_layout,
     nearest_to,
-    needs_whole_momenta,
     problems_of_layout,
     stages_per_rank,
     with_nearby_that_divides,
@@ -277,7 +276,7 @@ def _what_fits(
 
     assert layout.zero is not None, "it is chosen"
     shards = shares_weights(layout, config.model.experts) and driver_of(config).why_unsharded is None
-    most = 0 if needs_whole_momenta(config.train, layout) or not shards else 3
+    most = 0 if config.optimizer.needs_whole_states(layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
     can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
@@ -309,8 +308,8 @@ def _zero(
         return 0, why
     if layout.zero is not None:
         return layout.zero, "as asked"
-    if needs_whole_momenta(config.train, layout):
-        return 0, "1-bit Adam compresses whole momenta"
+    if config.optimizer.needs_whole_states(layout):
+        return 0, f"{config.optimizer.title} compresses whole momenta"
     if layout.replica > 1:
         return 3, "replica is above 1, which asks for hybrid sharding"
     if layout.offload:

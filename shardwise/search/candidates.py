@@ -24,7 +24,6 @@ from shardwise.config import (
     Layout,
     divisors,
     least_zero,
-    needs_whole_momenta,
     problems_of_compression,
 )
 from shardwise.config.compression import AUTO, SETTINGS
@@ -325,7 +324,7 @@ def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | 
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
-    highest = 0 if needs_whole_momenta(config.train, config.layout) else 3
+    highest = 0 if config.optimizer.needs_whole_states(config.layout) else 3
     if offload and 0 in (highest, fixed.get("zero")):  # only sharded states can be offloaded
         return []
     if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be

@@ -109,6 +109,7 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
         scales,
         cast,
         float8,
+        config.optimizer,
     )
 
 

@@ -40,7 +40,7 @@ from shardwise.drivers.driver import RankDriver
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
-from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
+from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
@@ -59,7 +59,7 @@ class Training:
     mesh: Mesh
     comm: Comm
     parallel: ParallelModel
-    optimizer: torch.optim.AdamW
+    optimizer: ShardedOptimizer
     dataset: Dataset
     checkpointer: Checkpointer
     peers: Peers
@@ -100,11 +100,12 @@ def build(
     )  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
-    optimizer = make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held)
-    if isinstance(optimizer, OneBitAdam):
-        for part in parallel.parts:
-            for compressor in part.compressors:
-                optimizer.follow(compressor, dict(part.model.named_parameters()))
+    optimizer = make_optimizer(
+        parallel.named_parameters(), config.optimizer, config.train.seed, parallel.embeddings, held
+    )
+    for part in parallel.parts:
+        for compressor in part.compressors:
+            optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     talks = config.train.check_every > 0 or driver.talks_while_saving
     peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
@@ -301,6 +302,7 @@ def _manifest(training: Training) -> Manifest:
         missing=tuple((rows.start, rows.stop) for rows in training.missing),
         model=config.model.settings(),
         train=config.train.model_dump(mode="json"),
+        optimizer=config.optimizer.model_dump(mode="json"),
         data=config.data.model_dump(mode="json"),
         layout=training.plan.layout.model_dump(),
         loss_scale={"value": training.scale.value, "clean_steps": training.scale.clean_steps},

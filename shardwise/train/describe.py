@@ -14,8 +14,6 @@ from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
-from shardwise.optim import OneBitAdam
-from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel.apply import why_blocks_are_not_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.float8 import idle_float8, in_float8, unfit
@@ -83,10 +81,11 @@ def _emulated(config: Config, device: torch.device) -> str:
 
 
 def _optimizer(training: Training) -> str:
-    """The optimizer, and what clipping acts on where it sums momenta instead of gradients."""
+    """The optimizer, when groups make an outer step, and what clipping acts on where momenta are summed."""
     config = training.config
-    name = driver_of(config).describe_optimizer(config, describe_optimizer(training.optimizer))
-    if not isinstance(training.optimizer, OneBitAdam):
+    line = config.optimizer.describe(rounds=state_dtype(config.train) == "bfloat16")
+    name = driver_of(config).describe_optimizer(config, line)
+    if config.optimizer.summed_momentum is None:
         return name
     clipped = (
         "train.clip and the logged gradient norm are those"
@@ -145,18 +144,6 @@ def _saving(checkpoint: Checkpoint) -> str:
 
 def _minutes(minutes: float) -> str:
     return "minute" if minutes == 1 else f"{minutes:g} minutes"
-
-
-def describe_optimizer(optimizer: torch.optim.AdamW) -> str:
-    """The optimizer that makes the updates."""
-    if isinstance(optimizer, OneBitAdam):
-        return (
-            "1-bit Adam: AdamW at first, then momentum that devices exchange compressed, with a constant "
-            "variance"
-        )
-    if isinstance(optimizer, RoundedAdamW):
-        return "AdamW on bfloat16 weights and moments, rounded by chance"
-    return "AdamW, fused kernel"
 
 
 def _stored(train: Train) -> str:
@@ -245,10 +232,5 @@ def _warning(training: Training) -> dict[str, str]:
     sums = SumCompression.of(training.plan.layout)
     if sums is None or training.mesh.size(COPIES) == 1:
         return {}
-    if sums.codec.name == "sign" and sums.feedback and training.config.train.optimizer == "adamw":
-        worse = (
-            "layout.compression = 'sign': with AdamW and error feedback, one run did worse than without "
-            "feedback"
-        )
-        return {"warning": f"{worse}; use train.optimizer = '1bit-adam' (docs/compression.md)"}
-    return {}
+    warning = training.config.optimizer.warning(sums.codec.name, sums.feedback)
+    return {} if warning is None else {"warning": f"layout.compression = '{sums.codec}': {warning}"}

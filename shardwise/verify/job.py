@@ -117,6 +117,7 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
         update={
             "layout": layout,
             "train": small.train.model_copy(update=_train(small, steps, dtype)),
+            "optimizer": small.optimizer.without_compression(),
             "run": run,
         }
     )
@@ -148,7 +149,6 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "decay": 2,
         "compile": train.compile is True and config.run.device == "cuda",
         "check_every": 0,
-        "optimizer": "adamw",
         "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/measure.py)
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }

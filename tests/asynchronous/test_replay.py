@@ -78,7 +78,7 @@ def test_workers_get_weights_as_they_will_be_when_their_gradients_come(corpus: s
     tables = job(corpus, model=FAMILIES["llama"], train={"steps": 8, "driver": "server"})
     training = start(ALONE, {**tables, "server": {"portions": 1, "max_staleness": "unbounded"}})
     source = Replay(training, [Pace(spread=0.0)] * 3, seed=0)
-    before, age, beta = weights_of(training), 0.0, training.config.train.betas[0]
+    before, age, beta = weights_of(training), 0.0, training.config.optimizer.momentum_per_step
     for step in steps(training, source=source):
         now = weights_of(training)
         age += 0.1 * (step.staleness[0] - age)

@@ -98,8 +98,8 @@ class Held:
             part.model.register_forward_hook(lambda *_: self.look(gathered=not self.gathers_for_a_while))
             for name in ("micro_batch", "release"):
                 setattr(part, name, self._before(getattr(part, name), gathered=not self.gathers_for_a_while))
-        training.optimizer.step = self._before(  # type: ignore[method-assign]
-            self._before_update(training.optimizer.step), gathered=self.gathers_for_a_while
+        training.optimizer.pieces = self._before(  # type: ignore[method-assign] # asked for before an update
+            self._before_update(training.optimizer.pieces), gathered=self.gathers_for_a_while
         )
 
     def _before(self, inner: Callable[..., Any], gathered: bool) -> Callable[..., Any]:

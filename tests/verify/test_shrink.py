@@ -22,7 +22,8 @@ KEPT = {
     "normalise_routing",
               "balance_loss", "balance_bias", "router_z_loss", "rope_theta", "rope_scale"),
     "data": ("reset_attention", "held_out"),
-    "train": ("recompute", "precision", "clip", "seed", "betas", "weight_decay", "schedule"),
+    "train": ("recompute", "precision", "clip", "seed", "schedule"),
+    "optimizer": ("name", "betas", "weight_decay"),
     "layout": ("zero", "schedule", "stages_per_rank", "offload"),
 }  # fmt: skip
 LLAMA_70B = {"preset": "llama3-70b"}
