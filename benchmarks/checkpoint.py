@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.checkpoint import Manifest
-from shardwise.checkpoint.save import MOMENTS, Checkpointer, Retention, Saved, State
+from shardwise.checkpoint.save import Checkpointer, Retention, Saved, State
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Layout
 from shardwise.mesh import Mesh, Worker, join, leave
+from shardwise.optimizers import from_table
 
 ROWS, COLUMNS = 2048, 2048  # 16 MB of float32
 
@@ -43,7 +44,7 @@ def state(mesh: Mesh, gigabytes: float) -> State:
     """This worker's share of about that many bytes."""
     found: State = {}
     for number in range(max(1, round(gigabytes * 1e9 / (3 * ROWS * COLUMNS * 4)))):
-        moments = (StateKey.optimizer(f"{number}.weight", slot) for slot in MOMENTS)
+        moments = (StateKey.optimizer(f"{number}.weight", slot) for slot in from_table({}).slots)
         for key in (StateKey.model(f"{number}.weight"), *moments):
             found[key] = torch.randn(ROWS // mesh.worker.world, COLUMNS)
         found[StateKey.model(f"{number}.norm")] = torch.randn(COLUMNS // mesh.worker.world)

@@ -29,7 +29,7 @@ from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.cli.app import app
 from shardwise.config import Model
-from shardwise.plan import parameter_shapes
+from shardwise.config.parameters import parameter_shapes
 
 MODEL = Model(layers=16, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=2816, vocabulary=32000)  # type: ignore[call-arg]
 WAYS = {

@@ -53,6 +53,7 @@ from torch.multiprocessing.spawn import spawn
 
 from shardwise.comm import Comm
 from shardwise.config import Config, Layout, from_tables
+from shardwise.config.schedules import SCHEDULES
 from shardwise.data.batches import Batch, Batches
 from shardwise.mesh import Worker, join, leave
 from shardwise.models import Sharding
@@ -66,7 +67,6 @@ from shardwise.train.sources import count_tokens, forward_backward
 
 ACTIONS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 """The methods of torch's stage that compute; its runtime waits and sends outside of them."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 WIDTH = 16
 """Numbers that a waiting stage hands on."""
 CLOSE = 0.05
@@ -302,8 +302,10 @@ def compute_row(name: str, runs: list[Run]) -> dict[str, Any]:
 def replayed(schedule: Schedule, step: list[list[Span]]) -> float:
     """The idle share if every action took exactly as long as it did in this step, and messages no time."""
     seconds = {
-        Action(stage, kind, index): end - start for rank in step for stage, kind, index, start, end in rank
-    }  # type: ignore[arg-type]
+        Action(stage, kind, index): end - start  # type: ignore[arg-type]
+        for rank in step
+        for stage, kind, index, start, end in rank
+    }
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
     for rank, action in in_order(schedule):

@@ -1,8 +1,8 @@
 """The planner against our own runs on one GPU: predicted and measured step time and peak memory of eight
 jobs.
 
-    python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--only 1b-2048-none,1b-2048-none-float8,…]
-    [--kernels]
+    python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--kernels]
+                                     [--only 1b-2048-none,1b-2048-none-float8,…]
 
 Two sizes (llama3-1b untied, llama3-3b), two sequence lengths, two recompute modes; bfloat16, two
 micro-batches a step. Others run by name: a fourth part of it is the precision. The cluster is the preset of

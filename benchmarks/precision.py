@@ -1,8 +1,8 @@
 """What float8 does to training: the held-out loss on the bundled text, in bfloat16 and in float8, seed by
 seed, on one GPU.
 
-    python benchmarks/precision.py [--steps 2000] [--seeds 3] [--at-once 3] [--json FILE] [--plot
-    docs/precision.svg]
+    python benchmarks/precision.py [--steps 2000] [--seeds 3] [--at-once 3] [--json FILE]
+                                   [--plot docs/precision.svg]
 
 Every run is `shardwise train` of a Llama of 10.8 M parameters, with the same data and first weights for all
 precisions of a seed.

@@ -1,9 +1,10 @@
 """What ring attention costs beside the fused causal kernel on a whole sequence: time of its kernels, and
 memory.
 
-    python benchmarks/ring.py --one-device 4 [--length 32768 --heads 32 --kv-heads 8 --head-dim 128] [--kernel
-    cudnn] python benchmarks/ring.py --memory 4 --length 8192 --heads 8 --kv-heads 2 --head-dim 32 [--layers
-    4] python benchmarks/ring.py --check
+    python benchmarks/ring.py --one-device 4 [--length 32768 --heads 32 --kv-heads 8 --head-dim 128]
+                              [--kernel cudnn]
+    python benchmarks/ring.py --memory 4 --length 8192 --heads 8 --kv-heads 2 --head-dim 32 [--layers 4]
+    python benchmarks/ring.py --check
 
 print one JSON object each. `--one-device C` runs the blocks of all ranks of a ring of C one after another on
 one device, without communication, and compares with `scaled_dot_product_attention(is_causal=True)` in our

@@ -50,7 +50,8 @@ def main(repeats: int) -> None:
         predicted = _least(repeats, partial(_predict, config, space, cluster))
         searched = _least(repeats, partial(search, config, cluster, devices))
         print(
-            f"{name:24}{len(space):>12,}{plain:>8.2f}{predicted:>9.2f}{searched:>8.2f}{searched / plain:>16.2f}"
+            f"{name:24}{len(space):>12,}{plain:>8.2f}{predicted:>9.2f}{searched:>8.2f}"
+            f"{searched / plain:>16.2f}"
         )
 
 

@@ -2,7 +2,8 @@
 planner's prediction.
 
     python benchmarks/slow_link.py [--rates 100mbit,1gbit,10gbit] [--codecs none,int8,…] [--sequence 320]
-    [--steps 8] python benchmarks/slow_link.py --overlap [--rates 1gbit] [--sequence 768]
+                                   [--steps 8]
+    python benchmarks/slow_link.py --overlap [--rates 1gbit] [--sequence 768]
 
 Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each, with
 its own half of the cores: real training of 50 M parameters over it. "alone" are two workers that train at the
@@ -66,7 +67,8 @@ sample = ""
 trace = {steps}
 """
 CODECS = (
-    "none", "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)",
+    "none", "bfloat16", "float16", "float8",
+    "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)",
     "randomk(0.01)",
     "powersgd(4)",
 )  # fmt: skip

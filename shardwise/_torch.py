@@ -154,40 +154,6 @@ def forget_meshes() -> None:
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW whose kernel is given this rank's pieces of DTensors. It treats every element alike, so the
-    pieces are all it needs; to find that out for itself DTensor takes half a second for the first step and
-    some milliseconds for each. torch collects what the kernel is given in a private method.
-    """
-
-    def _init_group(
-        self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: Any
-    ) -> Any:
-        result = super()._init_group(group, parameters, gradients, *states)  # type: ignore[no-untyped-call]
-        # torch 2.11 makes a sum of uneven pieces whole, on every rank; the kernel would take its first
-        # numbers for the piece.
-        gradients[:] = [
-            _split_as(parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
-        for tensors in (parameters, gradients, *states):
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return result
-
-    def pieces(self, group: dict[str, Any]) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
-        """Each parameter of a group that has a gradient, with this rank's (weight, gradient, two moments,
-        steps done)."""
-        lists: list[list[Any]] = [[] for _ in range(6)]
-        self._init_group(group, *lists)
-        parameters, gradients, first, second, _, steps = lists
-        owners = [parameter for parameter in group["params"] if parameter.grad is not None]
-        yield from zip(owners, zip(parameters, gradients, first, second, steps, strict=True), strict=True)
-
-
-def _split_as(parameter: Any, gradient: Any) -> Any:
-    same = not isinstance(gradient, DTensor) or gradient.placements == parameter.placements
-    return gradient if same else gradient.redistribute(placements=parameter.placements)
-
-
 def inside_backward() -> bool:
     """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own
     checkpointing asks so.

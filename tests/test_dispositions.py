@@ -9,7 +9,8 @@ from pathlib import Path
 
 CHILD = """
 import signal
-usual = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN, signal.SIGINT: signal.default_int_handler}
+usual = {signal.SIGPIPE: signal.SIG_IGN, signal.SIGXFSZ: signal.SIG_IGN}
+usual[signal.SIGINT] = signal.default_int_handler
 handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
 print("child", sorted(n for n, handler in handlers.items() if handler != usual.get(n, signal.SIG_DFL)))
 print("child", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))

@@ -6,7 +6,7 @@ others write meanwhile. Nobody waits. What it costs: a gradient may be of weight
 since, and of two who change one number at the same moment one may be lost. Where updates touch few rows of a
 large table that is rare, and Niu et al. show that the loss falls as in a serial run. Where all of them touch
 all weights, it is an asynchronous run like others, with a noise of its own. They had SGD; the two moments of
-AdamW need more care (optim/rows.py).
+AdamW need more care (optimizers/adamw.py).
 
 The memory is a file without a name, which the first process makes and the others open through /proc. It is
 gone with the last of them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits
@@ -37,6 +37,7 @@ from shardwise.checkpoint.save import state_of
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Peers
 from shardwise.locks import take_lock
+from shardwise.optim import ShardedOptimizer
 
 ALIGNED = 64
 """Bytes of a cache line: no two tensors share one."""
@@ -106,10 +107,10 @@ class Stamps:
 
 
 class SharedState:
-    """A model's weights and AdamW's moments in shared memory, in place of this process's own."""
+    """A model's weights and its optimizer's states in shared memory, in place of this process's own."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.AdamW, peers: Peers
+        self, named: Sequence[tuple[str, nn.Parameter]], optimizer: ShardedOptimizer, peers: Peers
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
         rows = torch.tensor([0, *(len(parameter) if parameter.ndim else 1 for parameter in self.parameters)])

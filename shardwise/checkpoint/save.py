@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,6 @@ from shardwise.files import may_pass
 from shardwise.mesh import Mesh
 
 State = dict[StateKey, Tensor]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PATIENCE = 1.0
 """Seconds that giving up a save may take."""
 PAUSES = (1.0, 4.0, 15.0)
@@ -68,23 +67,26 @@ T = TypeVar("T")
 log = logging.getLogger("shardwise")
 
 
+class HoldsState(Protocol):
+    """An optimizer, as far as a checkpoint needs to know it."""
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the state of a parameter by slot; it is made, as zeros, where there is none yet."""
+
+
 def state_of(
     named: Iterable[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
+    optimizer: HoldsState,
     buffers: Iterable[tuple[str, Tensor]] = (),
 ) -> State:
-    """Return every tensor that a run consists of; moments that do not exist yet are made as zeros. Frozen
-    weights have none."""
+    """Return every tensor that a run consists of. Frozen weights have no state of the optimizer."""
     state: State = {StateKey.model(name): buffer for name, buffer in buffers}
     for name, parameter in named:
         state[StateKey.model(name)] = parameter.detach()
         if not parameter.requires_grad:
             continue
-        moments = optimizer.state[parameter]
-        if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments.update({moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
-        state.update({StateKey.optimizer(name, slot): value for slot, value in moments.items()})
+        slots = optimizer.state_of(parameter)
+        state.update({StateKey.optimizer(name, slot): value for slot, value in slots.items()})
     return state
 
 
@@ -426,6 +428,7 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
     of weights that were frozen then; so are maxima of products in float8, all of them, where it does not hold
     each. What compression left out is dealt out anew where the layout is another, and PowerSGD's factors stay
     as they begin where there are none of this size."""
+    _check_slots(state, contents)
     residuals = {key: value for key, value in state.items() if key.kind is StateKind.RESIDUAL}
     same = contents.manifest.layout == layout.model_dump(mode="json") and all(
         key in contents.tensors for key in residuals
@@ -452,6 +455,33 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
     for part in own_parts(new).values():
         part.zero_()
     return {key: value for key, value in state.items() if key not in new}
+
+
+def _check_slots(state: State, contents: Contents) -> None:
+    """Refuse the state of an optimizer that keeps other tensors for a parameter than the job's does."""
+    wanted, saved = _slots(state), _slots(contents.tensors)
+    for parameter, slots in wanted.items():
+        if parameter in saved and saved[parameter] != slots:
+            name = contents.manifest.optimizer.get("name")
+            raise UserError(
+                f"{contents.address} holds the state of another optimizer{f' ({name})' if name else ''}: "
+                f"{_listed(saved[parameter])}, where this job's keeps {_listed(slots)}. "
+                f"{f'Set optimizer.name={name}' if name else 'Use the optimizer that it was saved with'}, or "
+                "begin with its weights alone: `shardwise checkpoint export`, then model.pretrained."
+            )
+
+
+def _slots(keys: Iterable[StateKey]) -> dict[str, set[str]]:
+    """Return by parameter the names of its optimizer states."""
+    slots: dict[str, set[str]] = {}
+    for key in keys:
+        if key.kind is StateKind.OPTIMIZER:
+            slots.setdefault(key.name, set()).add(key.slot)
+    return slots
+
+
+def _listed(slots: set[str]) -> str:
+    return " and ".join(sorted(slots - {"step"})) or "no state"
 
 
 def _load(state: State, contents: Contents) -> None:

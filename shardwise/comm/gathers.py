@@ -4,10 +4,10 @@ ZeRO-3 gathers all weights twice in each micro-batch, in forward and in backward
 are as large again. Each third shrinks by itself:
 
     forward    weights are sent in blocks of a few bits (qwZ): layout.weight_compression
-    backward   every node keeps a second copy of the weights, sharded over its own devices, and gathers from that (hpZ):
-               layout.backward_shards
-    gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression,
-    comm/compressed.py
+    backward   every node keeps a second copy of the weights, sharded over its own devices, and gathers from
+               that copy (hpZ): layout.backward_shards
+    gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression
+               (comm/compressed.py)
 
 Devices compute with what arrived, their own shard too, so all have the same weights. The optimizer keeps the
 exact ones, and what rounding leaves out of a weight is not carried on: the next step rounds the exact weight
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.codecs import codec
+from shardwise.codecs import RowCodec
 from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather
-from shardwise.config.compression import Compression, WeightGathers
+from shardwise.config.compression import WeightGathers
 from shardwise.models.dtypes import wide
 from shardwise.models.float8 import E4M3, ScaledProduct, cast
 
@@ -47,11 +47,11 @@ class EncodedGather:
         self,
         comm: Comm,
         axis: str,
-        compression: Compression,
+        codec: RowCodec,
         names: frozenset[str],
         pieces: Mapping[str, torch.Size],
     ) -> None:
-        self.comm, self.axis, self.codec = comm, axis, codec(compression)
+        self.comm, self.axis, self.codec = comm, axis, codec
         self.sizes = [shape.numel() for shape in pieces.values()]
         self.large = [name in names for name in pieces]
 

@@ -6,12 +6,15 @@ them; inside a node it runs at the node's links, and between nodes over the netw
 at once, so the slower of the two sets the pace. With S bytes of the full tensor (the ledger's convention) and
 B the bandwidth of one device:
 
-| kind                       | bandwidth term                | latency                                               |
-| -------------------------- | ----------------------------- | ----------------------------------------------------- |
-| all_reduce                 | 2 (n-1)/n S/B                 | 2 (g-1) hops inside, 2 min(q-1, log2 q) between       |
-| all_gather, reduce_scatter | (n-1)/n S/B                   | q (g-1) hops inside, q-1 between                      |
-| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | g-1 and q-1; only what leaves the node uses the network |
-| broadcast, send            | S/B                           | g-1 and q-1; one                                      |
+| kind                       | bandwidth term                | latency                             |
+| -------------------------- | ----------------------------- | ----------------------------------- |
+| all_reduce                 | 2 (n-1)/n S/B                 | 2 (g-1) hops inside a node,         |
+|                            |                               | 2 min(q-1, log2 q) between nodes    |
+| all_gather, reduce_scatter | (n-1)/n S/B                   | q (g-1) hops inside, q-1 between    |
+| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | g-1 hops inside, q-1 between; only  |
+|                            |                               | what leaves a node uses the network |
+| broadcast                  | S/B                           | g-1 hops inside, q-1 between        |
+| send                       | S/B                           | one hop                             |
 
 A ring is as quick as its slowest link, and the more nodes it passes through, the more of their traffic meets
 on the switches between them: for every doubling beyond two nodes, `CROWDING` of the time is added. Where rows
@@ -32,10 +35,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.config import borrowed
+from shardwise.config import RANK_AXES, borrowed
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
-from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, base, devices
+from shardwise.plan.grid import EXPERT_SHARDS, base, devices
 
 CROWDING = 0.01
 """Share by which a collective between nodes takes longer for every doubling of their number beyond two."""

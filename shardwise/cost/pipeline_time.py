@@ -4,8 +4,10 @@ How long ranks take to go through their stages is told in three ways: by a close
 equal; by a bound below which no schedule can be played; and by playing the schedule (search/search.py). What
 the links make of it is said here, once for all three:
 
-    pipeline = max(ranks going through their stages + messages they wait for, busiest link + the bubble of even stages)
-    step     = pipeline + messages of filling and draining + collectives once a step, less what hides of them + all the rest
+    pipeline = max(ranks going through their stages + messages they wait for,
+                   busiest link + bubble of equal stages)
+    step     = pipeline + messages while the pipeline fills and drains
+               + the exposed part of the collectives that run once a step + everything else
 
 Where a link is busier than the slowest rank, every rank runs at its pace, and how unevenly the stages are cut
 matters no more. What comes once a step hides behind the last backward of the blocks, which takes a share of
@@ -26,22 +28,19 @@ from functools import reduce
 
 import numpy as np
 
-from shardwise.cost.cluster import TERMS, Cluster
+from shardwise.config.schedules import is_interleaved, of_schedule, splits_backward
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.footprint import Holdings
 from shardwise.cost.price import Busy, Priced
 from shardwise.cost.space import Array, Space
 from shardwise.cost.stack import Stack
-from shardwise.plan.engine import splits_backward
-from shardwise.plan.schedule import SCHEDULES
+from shardwise.plan.step_terms import TERMS
 
 CONTENTION = 0.12
 """Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on
 NVLink, 0.02 on the network)."""
 BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
-_BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb1p": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 4}
-"""Idle time of a rank over (p - 1) times a micro-batch's seconds on a rank, for equal stages; the finalists
-of a search are played through by their own list of actions (plan/timeline.py)."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +151,11 @@ def step_of(
 
 
 def bubble(space: Space, slowest: Array) -> Array:
-    """Seconds for which ranks wait where equal stages take so long on each of them."""
-    factor = np.asarray([_BUBBLES[name] for name in SCHEDULES])[space.schedule]
-    looped = space.schedule == SCHEDULES.index("interleaved")
-    idle: Array = (space.pipeline - 1) * slowest * factor / np.where(looped, space.stages_per_rank, 1)
+    """Seconds for which ranks wait where equal stages take so long on each of them. The finalists of a search
+    are played through action by action instead (plan/timeline.py)."""
+    factor = of_schedule(space.schedule, lambda facts: facts.bubble)
+    stages = np.where(is_interleaved(space), space.stages_per_rank, 1)
+    idle: Array = (space.pipeline - 1) * slowest * factor / stages
     return idle
 
 

@@ -3,8 +3,8 @@
 A step is m micro-batches through the blocks of each pipeline rank, then the optimizer. The seconds of the
 slowest rank, with what the links add and nothing can hide, times m, and the bubble of the schedule:
 
-    total = m x (computing + exposed communication of a micro-batch on the slowest rank) + bubble + once a
-    step
+    total = m x (computing + exposed communication of a micro-batch on the slowest rank)
+            + bubble + what runs once a step
 
 What is computed comes from `compute.py`. What is communicated comes from `traffic.py`: the flows that the
 ledger of a real run is held to, priced collective by collective (`price.py`); no volume is derived here. They
@@ -13,15 +13,18 @@ taken for one block and micro-batch, whatever rank has it.
 
 *Exposed* is what is left of a collective after hiding behind the work beside it, which its flow names:
 
-| flows                              | hide behind                                                                          |
-| ---------------------------------- | ------------------------------------------------------------------------------------ |
-| weights, gradients: each pass      | the block's forward or backward, its other collectives included                      |
-| weights, gradients: once a step    | the last backward, and in a pipeline the wait before it; replicas after the others   |
-| weights, gradients: embedding, head| the head's products                                                                  |
-| tensor, expert, Ulysses            | nothing: they stand between two products (`overlap_tensor`: programs that cut those) |
-| ring                               | attention to the part of the keys that is here                                       |
-| pipeline                           | computing, but for filling and draining (`overlap_sends`), as long as that is longer |
-| with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
+| flows                               | hide behind                                                        |
+| ----------------------------------- | ------------------------------------------------------------------ |
+| weights, gradients: each pass       | the block's forward or backward, including its other collectives   |
+| weights, gradients: once a step     | the last backward, and in a pipeline the wait before it; sums over |
+|                                     | replicas come after the others                                     |
+| weights, gradients: embedding, head | the head's matrix products                                         |
+| tensor, expert, Ulysses             | nothing: the next product needs their result. Programs that split  |
+|                                     | products hide a share of the tensor axis' (`overlap_tensor`)       |
+| ring                                | attention to the keys that are already here                        |
+| pipeline                            | computing (`overlap_sends`), as long as it takes longer; nothing   |
+|                                     | while the pipeline fills and drains                                |
+| with the optimizer                  | nothing; those of the pipeline axis hide behind its draining       |
 
 Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it
 (`codec_work.py`). On a CPU what hides is the data axis' wait for a network. While both run, the computing is
@@ -43,7 +46,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config import Precision
+from shardwise.config.dtypes import BYTES, Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import kernels as float8_kernels
@@ -56,8 +59,8 @@ from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, m
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.dtypes import BYTES
-from shardwise.plan.engine import compiles_blocks, engine_of
+from shardwise.plan.compilation import compiles_blocks
+from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01
 """Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every
@@ -65,11 +68,6 @@ doubling of their number (llm-foundry's runs on 16 to 512 devices, whose gathers
 doubling)."""
 LOCKSTEP = 0.003
 """The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
-UPDATE_BYTES = 40.0
-"""Traffic of a parameter's update in float32: 16 read and 12 written, and the norm's passes before."""
-ROUNDED_UPDATE_BYTES = 500.0
-"""The same of states in bfloat16, which are rounded by chance (optim/rounding.py), where it is not compiled:
-counted, pass by pass. Compiled, it is half of the above."""
 HOST_MEMORY = 2.0
 """What a device's share of the host's memory moves at most in an update, over its link to the host (1.7 s a
 step, offloaded, on an H200)."""
@@ -175,7 +173,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "data": passes * (data + waits["data"]) + edges * data_ends + links.seconds("data", "step"),
         "pipeline_sends": passes * waits["pipeline_sends"],
         "replica": links.seconds("replica", "step"),
-        "offload": _offload(space, cluster, held),
+        "offload": _offload(work, space, cluster, held),
     }
     step = step_of(terms, average, embedding + head, space, cluster, stack, held, links)
     least = least_ranks(space, held, layer, embedding, head, slowest)
@@ -426,10 +424,14 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
-    """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm
-    taken before."""
-    rounded = UPDATE_BYTES / 2 if compiles_blocks(work.compile, cluster.device_type) else ROUNDED_UPDATE_BYTES
-    moved = {"bfloat16": rounded, "float64": 2 * UPDATE_BYTES}.get(work.state_dtype, UPDATE_BYTES)
+    """Seconds of the update, and of the norm that is taken before: what the optimizer says it moves."""
+    width, rounds = BYTES[work.state_dtype], work.state_dtype == "bfloat16"
+    compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
+    moved = np.where(
+        compiled,
+        work.optimizer.update_bytes(width, rounds, compiled=True),
+        work.optimizer.update_bytes(width, rounds, compiled=False),
+    )
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 
@@ -446,11 +448,12 @@ def _slowest(
     return np.where(alone, average, slowest), average
 
 
-def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:
+def _offload(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
     """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices
     of a node share what that memory moves."""
     share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)
     link = cluster.device.host_bandwidth
     moved = 8.0 * held.sharded * (1 + space.accumulation) / np.minimum(link, share)
-    updated = UPDATE_BYTES * held.sharded / np.minimum(HOST_MEMORY * link, share)
+    update_bytes = BYTES["float32"] * work.optimizer.numbers_moved
+    updated = update_bytes * held.sharded / np.minimum(HOST_MEMORY * link, share)
     return np.where(space.offload == 1, moved + updated, 0.0)

@@ -9,15 +9,17 @@ tensor, as in the ledger; a ring puts a known factor of it on the wire.
 With b sequences in a micro-batch, S = sequence / context tokens of each here, h the hidden width and a bytes
 an activation:
 
-| axis     | moves                                                                         | from                     |
-| -------- | ----------------------------------------------------------------------------- | ------------------------ |
-| shards   | weights gathered, gradients scattered, unit by unit (parallel/data.py)        | Rajbhandari et al. 2020  |
-| replica  | the scattered gradients summed over replicas, once a step                     | Zhao et al. 2023         |
-| tensor   | b S h a: a gather before and a sum after each pair of matrices, in each pass; | Korthikanti et al. 2022  |
-|          | what backward gathers again; three numbers a token for the loss               |                          |
-| context  | keys and values around a ring, or heads by all-to-all                         | Liu 2023; Jacobs 2023    |
-| expert   | b S h a / tensor for each expert that a token visits, there and back          | Lepikhin et al. 2020     |
-| pipeline | b S h a / tensor for each micro-batch and border between stages               | Huang et al. 2019        |
+| axis     | moves                                                                | from                    |
+| -------- | -------------------------------------------------------------------- | ----------------------- |
+| shards   | gathers of weights and scatters of gradients, unit by unit           | Rajbhandari et al. 2020 |
+|          | (parallel/data.py)                                                   |                         |
+| replica  | the scattered gradients, summed over replicas once a step            | Zhao et al. 2023        |
+| tensor   | b S h a: a gather before and a sum after each pair of matrices, in   | Korthikanti et al. 2022 |
+|          | each pass; gathers that backward repeats; three numbers per token    |                         |
+|          | for the loss                                                         |                         |
+| context  | keys and values around a ring, or heads by all-to-all                | Liu 2023; Jacobs 2023   |
+| expert   | b S h a / tensor for each expert that a token visits, to it and back | Lepikhin et al. 2020    |
+| pipeline | b S h a / tensor for each micro-batch and border between stages      | Huang et al. 2019       |
 
 and once a step the numbers that all ranks share, a sum of squares for each way of sharding, and the gradients
 of weights that are whole on every tensor device.

@@ -50,7 +50,8 @@ BYTES_TEMPLATE = """\
 {% if message.role not in ['system', 'user', 'assistant'] %}\
 {{ raise_exception('the roles are system, user and assistant, not ' ~ message.role) }}{% endif %}\
 {% if message.content is not string %}\
-{{ raise_exception('a message without content: the byte tokenizer has no way to write tool calls') }}{% endif %}\
+{{ raise_exception('a message without content: the byte tokenizer has no way to write tool calls') }}\
+{% endif %}\
 {{ message.role }}: {{ message.content }}{{ eos_token if message.role == 'assistant' else '\\n' }}\
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -2,13 +2,14 @@
 
 A prepared folder holds
 
-    index.json          what is here: dtype, tokenizer, counts, and for each shard its checksums; sealed by one of itself
+    index.json          the dtype, the tokenizer, counts, and the checksums of each shard; the index ends with
+                        a checksum of itself
     shard-00000.bin     token ids, little-endian, uint16 where the vocabulary allows, else uint32
     shard-00000.ends    int64: for each document that ends in this shard, the offset just after its last token
-    shard-00000.answers of conversations alone, int64 in pairs: of each stretch of tokens that are to be learnt, the offset of the
-                        first, and the one just after the last
-    tokenizer.json      a copy, unless the tokenizer is `bytes`; with it, where there are such, tokenizer_config.json and
-                        chat_template.jinja
+    shard-00000.answers only for conversations; pairs of int64: for each span of tokens that the model learns,
+                        the offset of its first token and the offset just after its last
+    tokenizer.json      a copy of the tokenizer, unless it is `bytes`; beside it tokenizer_config.json and
+                        chat_template.jinja, if the tokenizer has them
 
 Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard.
 Two bytes a token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block

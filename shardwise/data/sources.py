@@ -1,12 +1,13 @@
 """Documents, as pieces of text, from whatever the user has on disk.
 
-| given | a document is |
-| --- | --- |
-| .jsonl, .ndjson, .json (one object a line) | a line: its text field, else its `messages`, else its `prompt` and `completion` |
-| .parquet, .arrow | a row, likewise |
-| any other file | the whole file |
-| a folder saved by Hugging Face `save_to_disk` | a row of the Arrow files that its state.json names |
-| any other folder, in depth and sorted; a glob | as above, for each file |
+| given                                         | a document is                                         |
+| --------------------------------------------- | ----------------------------------------------------- |
+| .jsonl, .ndjson, .json (one object per line)  | a line: its text field, else its `messages`, else its |
+|                                               | `prompt` and `completion`                             |
+| .parquet, .arrow                              | a row, with the same fields                           |
+| any other file                                | the whole file                                        |
+| a folder saved by Hugging Face `save_to_disk` | a row of the Arrow files that its state.json names    |
+| any other folder, in depth and sorted; a glob | as above, for each file                               |
 
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data.
 Hidden files, .json files met in a folder (they describe data sets), folders of runs (metrics, logs and

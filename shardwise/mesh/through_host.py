@@ -16,7 +16,7 @@ memory may wait for all streams, and then nobody sends.)
 
 Each kind of transfer has a lane, which is a stream and a thread:
 
-    caller's stream ──event──▶ copy to the host         copy to the device ──event──▶ the stream of whoever waits
+    caller's stream ──event──▶ copy to the host         copy to the device ──event──▶ the waiting stream
     thread                                      ▶ gloo ▶
 
 **Lanes.** Collectives of a group go in the order they were asked for. Messages between two ranks have lanes

@@ -2,7 +2,8 @@
 configuration says.
 
     tokens → embedding (+ learned positions) → blocks → norm → head → loss
-    block:   x + attention(norm(x)),  then  x + feed_forward(norm(x))    (with post norms: x + norm(attention(norm(x))), …)
+    block:   x + attention(norm(x)),  then  x + feed_forward(norm(x))
+             (with post norms: x + norm(attention(norm(x))), …)
 
 The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how
 many heads share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a

@@ -4,17 +4,20 @@ Throughput looks at steps and so flatters: it does not see the hour that a dead 
 the clock. The run's records say when things happened, so every second is given to exactly one thing, and the
 parts add up to the whole:
 
-| part           | what                                                                                                   |
-| -------------- | ------------------------------------------------------------------------------------------------------ |
-| productive     | steps that are part of the run's history, with their communication, without the two waits that follow  |
-| stragglers     | of those steps, what the latest rank worked longer than the median of its peers                        |
-| data           | of those steps, what the main rank waited for its batch                                                |
-| checkpoint     | training stood still for a save                                                                        |
-| evaluation     | held-out loss                                                                                          |
-| recovery       | from a fault (or from parting for more or fewer workers) until the next step begins that counts        |
-| lost           | computed before a fault and thrown away: from the last step that counts to the fault                   |
-| start_up       | from the start of the workers to the first step: importing torch, building, opening data, compiling    |
-| other          | what no record explains: writing records, samples, the end                                             |
+| part       | what                                                                                   |
+| ---------- | -------------------------------------------------------------------------------------- |
+| productive | steps that are part of the run's history, with their communication, without the two    |
+|            | waits in the next rows                                                                 |
+| stragglers | in those steps: how much longer the latest rank worked than the median of its peers    |
+| data       | in those steps: how long the main rank waited for its batch                            |
+| checkpoint | training stood still for a save                                                        |
+| evaluation | the held-out loss was computed                                                         |
+| recovery   | from a fault, or from a stop to change the number of workers, until the next step that |
+|            | counts begins                                                                          |
+| lost       | computed before a fault and thrown away: from the last step that counts to the fault   |
+| start_up   | from the start of the workers to the first step: importing torch, building the model,  |
+|            | opening the data, compiling                                                            |
+| other      | what no record explains: writing records, samples, the end                             |
 
 A run that ends and is started again by hand or by a scheduler has several sessions; the time between them is
 not the run's. A fault that the run survives does not end a session. Time that two records claim goes to the

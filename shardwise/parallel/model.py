@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
+from shardwise.config import TOKEN_AXES
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel
@@ -125,7 +126,7 @@ class ParallelModel:
         if not self.mixtures:  # a stage may have none
             return torch.zeros(0, 1, dtype=torch.int64, device=self.comm.device)
         loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
-        for axis in ("replica", "data", "context", "tensor"):  # each of them had other tokens
+        for axis in TOKEN_AXES:  # each of them had other tokens
             self.comm.all_reduce(loads, axis)
         return loads
 

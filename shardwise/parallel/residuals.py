@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.state_key import GradientSlice, StateKey, StateKind
 from shardwise.comm import Compressor
-from shardwise.comm.powersgd import LowRankSum
+from shardwise.comm.low_rank import LowRankSum
 from shardwise.mesh import Mesh
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.placement import held

@@ -26,11 +26,14 @@ and after the last step they go home.
 What it costs a rank, where its keys and values have b bytes together, its queries n, and a gradient or sum in
 float32 has twice the bytes of a 16-bit tensor:
 
-| pass     | sends                                   | buffers beside its own tensors and results                            |
-| -------- | --------------------------------------- | --------------------------------------------------------------------- |
-| forward  | (C - 1) b                               | keys here and arriving: 2 b; out in float32 and a block's: 2 n + n     |
-| backward | (C - 1) b and (C - 1) gradients of 2 b  | keys here and arriving: 2 b; their gradients leaving and arriving: 4 b; |
-|          |                                         | a block's gradients: b + n; the query's in float32: 2 n               |
+| pass     | sends                                  | buffers beside its own tensors and results          |
+| -------- | -------------------------------------- | --------------------------------------------------- |
+| forward  | (C - 1) b                              | keys and values here and arriving: 2 b;             |
+|          |                                        | the output in float32 and a block's output: 2 n + n |
+| backward | (C - 1) b and (C - 1) gradients of 2 b | keys and values here and arriving: 2 b;             |
+|          |                                        | their gradients leaving and arriving: 4 b;          |
+|          |                                        | a block's gradients: b + n;                         |
+|          |                                        | the queries' gradient in float32: 2 n               |
 
 Buffers live only inside the call and do not grow with C. Document numbers, where given, travel with the keys;
 pairs of blocks with no document in common are skipped, others use a mask.

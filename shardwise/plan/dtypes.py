@@ -1,12 +1,15 @@
-"""Which dtype each number has, by name, and how many bytes that is.
+"""Which dtype each number has, by name (config/dtypes.py).
 
-| number                                   | dtype                                                          |
-| ---------------------------------------- | -------------------------------------------------------------- |
-| activations, weights computed with       | `train.precision`; bfloat16 around products in float8          |
-| weights and moments between steps        | `train.state_dtype`; left open, the wide dtype of the precision |
-| sums (losses, statistics, norms, scores) | the wide dtype of what is summed: float32, or float64 for float64 |
-| routers of experts, computed with        | the wide dtype of the precision: a rounded score would send tokens elsewhere |
-| gradients on their way through FSDP2     | the wide dtype of the precision                                |
+| number                                   | dtype                                                        |
+| ---------------------------------------- | ------------------------------------------------------------ |
+| activations, and weights in computation  | `train.precision`; bfloat16 around products in float8        |
+| weights and moments between steps        | `train.state_dtype`; where that is "auto", the wide dtype of |
+|                                          | the precision                                                |
+| sums (losses, statistics, norms, scores) | the wide dtype of what is summed: float32, or float64 for    |
+|                                          | float64                                                      |
+| routers of experts, in computation       | the wide dtype of the precision: a rounded score would send  |
+|                                          | tokens to another expert                                     |
+| gradients on their way through FSDP2     | the wide dtype of the precision                              |
 
 Runtime and cost model read this table; `models/dtypes.py` turns a name into torch's own dtype.
 """
@@ -14,8 +17,7 @@ Runtime and cost model read this table; `models/dtypes.py` turns a name into tor
 from __future__ import annotations
 
 from shardwise.config import Train
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from shardwise.config.dtypes import BYTES
 
 
 def wide(dtype: str) -> str:

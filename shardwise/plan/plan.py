@@ -18,10 +18,11 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.config import Config, Layout, Recompute
 from shardwise.files import parse_as, read_bytes
+from shardwise.optimizers import Optimizer
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
+from shardwise.units import GIB
 
-GIB = 2**30
 DEFAULT = "the default"
 """Why a setting is as it is, where nobody gave it and nothing decides it."""
 
@@ -70,10 +71,10 @@ class Plan:
     groups: int = 1
     """That train by themselves, each on this layout."""
 
-    @property
-    def state_numbers(self) -> int:
-        """Of the whole model: its weights, and two moments of each that is trained."""
-        return 3 * self.parameters - 2 * self.frozen
+    def state_numbers(self, optimizer: Optimizer) -> int:
+        """Return how many numbers the whole model has: its weights, and the optimizer's states of those that
+        are trained."""
+        return self.parameters + len(optimizer.slots) * (self.parameters - self.frozen)
 
     @property
     def world(self) -> int:

@@ -11,16 +11,18 @@ tensor axis has its own part of the sequence (sequence parallelism, Korthikanti 
 residuals are never held twice; inside them it has the whole sequence and its own part of the heads, the inner
 features or the vocabulary (tensor parallelism, Shoeybi et al. 2019).
 
-| role         | weights                        | what comes in        | what goes out                               |
-| ------------ | ------------------------------ | -------------------- | ------------------------------------------- |
-| `vocabulary` | rows of an embedding           | all tokens           | summed, this device's part of the sequence  |
-| `positions`  | a whole embedding              | all positions        | this device's part of the sequence          |
-| `whole`      | whole                          | whatever is there    | the same                                    |
-| `gathered`   | none of its own                | gathered sequence    | as its modules make it                      |
-| `columns`    | rows of the matrix (outputs)   | whole sequence       | this device's features                      |
-| `rows`       | columns of the matrix (inputs) | this device's features | summed, this device's part of the sequence |
-| `loss`       | rows, by vocabulary            | gathered sequence    | the loss, from logits that exist in parts   |
-| `experts`    | whole experts, first dim       | tokens of any expert | the same tokens                             |
+| role         | weights                      | input                  | output                             |
+| ------------ | ---------------------------- | ---------------------- | ---------------------------------- |
+| `vocabulary` | rows of an embedding         | all tokens             | summed; this device's part of the  |
+|              |                              |                        | sequence                           |
+| `positions`  | a whole embedding            | all positions          | this device's part of the sequence |
+| `whole`      | whole                        | whatever is there      | the same                           |
+| `gathered`   | none of its own              | gathered sequence      | as its modules make it             |
+| `columns`    | rows of a matrix (outputs)   | whole sequence         | this device's features             |
+| `rows`       | columns of a matrix (inputs) | this device's features | summed; this device's part of the  |
+|              |                              |                        | sequence                           |
+| `loss`       | rows, by vocabulary          | gathered sequence      | the loss; no device has all logits |
+| `experts`    | whole experts, first dim     | tokens of any expert   | the same tokens                    |
 
 `columns(parts)` and `rows(parts)` say that the split dim consists of so many parts that must stay whole:
 heads. With fewer parts than devices, every device keeps all of them and uses the one it needs (key and value

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import psutil
@@ -27,10 +28,10 @@ from torch import Tensor
 from shardwise._torch import float8_mm
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.clusters import CLUSTERS
+from shardwise.cost.device_peaks import peak_flops
 from shardwise.mesh import Worker, device_memory, device_name
 from shardwise.models.attention import attention_backends
 from shardwise.models.products import linear
-from shardwise.observe import peak_flops
 from shardwise.probe.bench import Bench
 from shardwise.probe.budget import MIB, Budget
 from shardwise.probe.fit import (
@@ -277,11 +278,11 @@ def _attention(bench: Bench, budget: Budget, launch: float, progress: ProbeProgr
         progress.next("attention")
         batch = max(1, TOKENS[bench.device.type] // length)
         x = torch.randn(3, batch, length, HEADS, HEAD_DIM, device=bench.device, dtype=dtype)
-        query, key, value = x.transpose(2, 3)  # laid out as projections leave them
+        # (batch, heads, length, head_dim) each, laid out as projections leave them.
+        query, key, value = x.transpose(2, 3)
+        attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
         with attention_backends(bench.device.type):
-            times.append(
-                bench.seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
-            )  # noqa: B023
+            times.append(bench.seconds(attend))
         flops.append(attention_flops(length, HEADS, HEAD_DIM, batch))
     return fit_attention(budget.lengths, flops, times, launch if bench.device.type == "cpu" else 0.0)
 

@@ -2,9 +2,9 @@
 
 Every model here is a sum of known columns with unknown factors that cannot be negative:
 
-    matrix product   t = a F + b F (1/M + 1/N + 1/K) + c      F = 2 M N K, speed = 1/a, knee = b/a
-    attention        t = a F + b F / s                        F = 4 s (s/2) heads dim, speed = 1/a, knee = b/a
-    collective       t = a + b w S                            latency = a, bandwidth = 1/b, w the ring's factor
+    matrix product   t = a F + b F (1/M + 1/N + 1/K) + c   F = 2 M N K, speed = 1/a, knee = b/a
+    attention        t = a F + b F / s                     F = 4 s (s/2) heads dim, speed = 1/a, knee = b/a
+    collective       t = a + b w S                         latency = a, bandwidth = 1/b, w the ring's factor
 
 (the last is Hockney's, 1994). What is made small is the *relative* error: a product of a microsecond counts
 as much as one of a second, since a planner adds up many of the former. A time that lies far off, because

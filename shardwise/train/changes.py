@@ -25,6 +25,7 @@ _ORDER = (
     ),
 )
 _BATCH = (("train", "global_batch"),)
+_OPTIMIZER = (("optimizer", "name"),)
 _SCHEDULE = tuple(
     ("train", key) for key in ("steps", "learning_rate", "final_learning_rate", "schedule", "warmup", "decay")
 )
@@ -47,6 +48,8 @@ def changes(manifest: Manifest, config: Config) -> Iterator[str]:
             f"repeated; "
             "the learning rate goes on by the step"
         )
+    if manifest.optimizer and (optimizer := _differing(manifest, config, _OPTIMIZER)):
+        yield f"{optimizer}, which goes on with the state that is there"
     if schedule := _differing(manifest, config, _SCHEDULE):
         yield from _rescheduled(schedule, manifest, config.train)
 

@@ -1,8 +1,7 @@
 """The proof from end to end: one device, the layout, the verdict, and if it fails, where and why.
 
     reference (one process of ours, or plain torch) → file → every rank compares → verdict
-                                                                               ↘ fails: once more, module by
-                                                                               module → diagnosis
+    if that fails: once more, module by module → diagnosis
 
 Costs: K steps on one device and K on the layout, all on this machine's cores (or the layout's on its GPUs,
 where that is asked for); memory for the model as often as there are processes; on disk, for a while, K + 1

@@ -1,11 +1,14 @@
 """Breaking one thing on purpose, on one rank: a proof that cannot fail proves nothing.
 
-| kind            | what happens on one rank                                                              | what it needs   |
-| --------------- | ------------------------------------------------------------------------------------- | --------------- |
-| drop-all-reduce | one sum of gradients is left out: the rank keeps its own summand                      | several devices |
-| scale-gradient  | the gradient of one parameter is multiplied by 1.01 before the norm is taken          |                 |
-| swap-chunks     | the two halves of the sequence, as the rank reads it, change places; the targets stay |                 |
-| misroute-token  | a micro-batch's first token goes, in one layer, to an expert that it did not choose   | experts         |
+| kind            | what happens on one rank                                               | what it needs   |
+| --------------- | ---------------------------------------------------------------------- | --------------- |
+| drop-all-reduce | one sum of gradients is left out: the rank keeps its own summand       | several devices |
+| scale-gradient  | one parameter's gradient is multiplied by 1.01 before the norm is      |                 |
+|                 | taken                                                                  |                 |
+| swap-chunks     | the two halves of the rank's input sequence change places; its targets |                 |
+|                 | stay where they are                                                    |                 |
+| misroute-token  | in one layer, the first token of a micro-batch goes to an expert       | experts         |
+|                 | that it did not choose                                                 |                 |
 
 A rank that merely stayed away from a collective would leave its peers waiting. It takes part and then ignores
 the result, which is what a collective on the wrong group or stream amounts to. Which sum is left out depends
@@ -205,15 +208,14 @@ def _swap(training: Training, description: Description) -> None:
 def _misroute(training: Training, description: Description) -> None:
     mixture = training.parallel.mixtures[0]
     paths = {module: path for part in training.parallel.parts for path, module in part.model.named_modules()}
-    route, router = mixture.router.forward, mixture.router
+    router = mixture.router
 
-    def misrouted(x: Tensor) -> Routing:
-        routing = route(x)
+    def misroute(router: nn.Module, inputs: object, routing: Routing) -> Routing:
         experts = routing.experts.clone()
         experts[0, 0] = min(set(range(mixture.config.experts)) - set(experts[0].tolist()))
         return routing._replace(experts=experts)
 
-    router.forward = misrouted  # type: ignore[method-assign]
+    router.register_forward_hook(misroute, prepend=True)
     description["module"] = paths[router]
 
 

@@ -215,7 +215,7 @@ def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(
         "train.steps=1",
         "train.warmup=0",
         "train.learning_rate=1e-30",
-        "train.weight_decay=0",
+        "optimizer.weight_decay=0",
     ]
     done = train(warm, tmp_path, *still, "run.folder=next", "checkpoint.resume=start")
     assert "resumed from start" in done.stderr

@@ -197,7 +197,7 @@ def test_the_origin_of_every_value_is_shown(tmp_path: Path) -> None:
     assert shown["train"]["warmup"] == {"value": 10, "origin": "default"}
     text = run(*words)
     again = tomllib.loads(text)
-    assert (again["train"]["clip"], again["train"]["betas"]) == (False, [0.9, 0.95])
+    assert (again["train"]["clip"], again["optimizer"]["betas"]) == (False, [0.9, 0.95])
     (tmp_path / "again.toml").write_text(text)
     assert read(tmp_path / "again.toml") == read(job, words[3:])
 
@@ -234,7 +234,12 @@ def test_editors_accept_jobs_and_refuse_mistakes() -> None:
     assert not check.is_valid({"train": {"stpes": 1}})
     assert not check.is_valid({"train": {"steps": "many"}})
     assert check.is_valid(
-        {"layout": "auto", "train": {"clip": False, "betas": [0.9, 0.95]}, "checkpoint": {"async": True}}
+        {
+            "layout": "auto",
+            "train": {"clip": False},
+            "optimizer": {"betas": [0.9, 0.95]},
+            "checkpoint": {"async": True},
+        }
     )
 
 

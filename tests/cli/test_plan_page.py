@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from shardwise.cli.plan_page import AXIS_COLOURS, CANDIDATES, MEMORY_COLOURS, TERM_COLOURS, render_page
+from shardwise.config import RANK_AXES
 from shardwise.plan import make_schedule, simulate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXES = ("pipeline", "replica", "data", "context", "tensor")
 LIMIT = 72.0
 SEQUENCES, LENGTH = 16, 8192
 FIXED = {"attention": "auto", "offload": False, "stages_per_rank": None, "expert": 1, "replica": 1}
@@ -101,7 +101,7 @@ def candidates() -> list[dict[str, Any]]:
 def placed(pipeline: int, data: int, tensor: int, devices_per_node: int = 8) -> list[dict[str, int]]:
     coordinates = product(range(pipeline), range(1), range(data), range(1), range(tensor))
     return [
-        {"rank": rank, "node": rank // devices_per_node, **dict(zip(AXES, place, strict=True))}
+        {"rank": rank, "node": rank // devices_per_node, **dict(zip(RANK_AXES, place, strict=True))}
         for rank, place in enumerate(coordinates)
     ]
 
@@ -361,7 +361,8 @@ def opened(page: str, folder: Path, script: str = "", place: str = "") -> tuple[
 
 LOOK = """
 const text = id => $(id).textContent;
-const move = (target, x, y) => target.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: x, clientY: y}));
+const move = (target, x, y) =>
+  target.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: x, clientY: y}));
 found.segments = document.querySelector("#memory .bar").querySelectorAll("i[data-tip]").length;
 const rows = [...document.querySelectorAll("#timeline .row")];
 found.actions = rows.map(row => row.children.length);
@@ -372,7 +373,9 @@ move(document.querySelector("#memory .bar i"), 10, 10); found.segment = text("ti
 const box = $("plot").getBoundingClientRect();
 const at = {clientX: box.left + placed[0][0], clientY: box.top + placed[0][1], bubbles: true};
 move($("plot"), at.clientX, at.clientY); found.dot = text("tip");
-$("plot").dispatchEvent(new MouseEvent("click", at)); found.pinned = text("pinned"); found.hash = location.hash;
+$("plot").dispatchEvent(new MouseEvent("click", at));
+found.pinned = text("pinned");
+found.hash = location.hash;
 const pixels = $("plot").getContext("2d").getImageData(0, 0, $("plot").width, $("plot").height).data;
 found.colours = new Set(new Uint32Array(pixels.buffer)).size;
 """

@@ -35,7 +35,8 @@ CHATML = (
 MARKED = """
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
+        {{- '<|im_start|>assistant\n' }}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
     {%- else %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
     {%- endif %}
@@ -43,7 +44,9 @@ MARKED = """
 """
 FORGETFUL = """
 {%- for message in messages %}
-    {%- if message.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + message.role + ' here') }}{% endif %}
+    {%- if message.role not in ['user', 'assistant'] %}
+        {{- raise_exception('no ' + message.role + ' here') }}
+    {%- endif %}
     {%- set said = message.content.split('</think>')[-1] if not loop.last else message.content %}
     {{- '<|im_start|>' + message.role + '\n' + said + '<|im_end|>\n' }}
 {%- endfor %}
@@ -53,7 +56,10 @@ PARTS = """
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' }}
     {%- if message.content is string %}{{ message.content }}
-    {%- else %}{% for part in message.content %}{{ part.text if part.type == 'text' }}{{ '\n' if not loop.last }}{% endfor %}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- part.text if part.type == 'text' }}{{ '\n' if not loop.last }}
+        {%- endfor %}
     {%- endif %}
     {{- '<|im_end|>\n' }}
 {%- endfor %}

@@ -71,7 +71,11 @@ ALLOWED = {
     ),
     "optim/rounding.py": {"_foreach_add_": "one kernel for many sums has no public name"},
     "optim/norm.py": {"_foreach_norm": "one kernel for many norms has no public name"},
-    "optim/adamw.py": {"_foreach_div_": "one kernel for many quotients has no public name"},
+    "optim/update.py": {
+        "_foreach_add_": "one kernel for many sums has no public name",
+        "_foreach_div_": "one kernel for many quotients has no public name",
+    },
+    "optimizers/sgd.py": {"_foreach_add_": "one kernel for many sums has no public name"},
 }
 
 

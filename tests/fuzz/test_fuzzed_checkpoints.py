@@ -45,9 +45,9 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
 from shardwise.cli.checkpoint import list_
 from shardwise.config import Model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.errors import UserError
 from shardwise.files import unseal
-from shardwise.plan import parameter_shapes
 from shardwise.train.build import Training, restore, save
 from shardwise.train.changes import changes
 from shardwise.train.steps import steps

@@ -25,7 +25,6 @@ from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.parallel import check_module
 from shardwise.train.build import build, restore, save
-from shardwise.train.hogwild import LockFree
 from shardwise.train.planner import Planner
 from shardwise.train.steps import steps
 
@@ -197,8 +196,7 @@ def test_one_worker_without_locks_is_one_device_to_the_bit(corpus: str) -> None:
     truth = weights(training)
     tables["train"] |= {"driver": "hogwild"}
     shared = start(ALONE, {**tables, "layout": {"data": 1}, "hogwild": {}})
-    assert shared.shared is not None
-    list(steps(shared, source=LockFree(shared, shared.shared)))
+    list(steps(shared))
     assert all(torch.equal(weight, truth[name]) for name, weight in weights(shared).items())
     _, frozen = first_values(tables)
     assert (
@@ -227,7 +225,7 @@ def test_groups_that_train_by_themselves_leave_frozen_weights_alone(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
 ) -> None:
     tables = tables_of(corpus, own("Headed"), {"data": 1}, driver="local", check_every=0)
-    tables |= {"local": {"groups": 2, "steps": 1}, "run": {"folder": str(tmp_path)}}
+    tables |= {"local": {"groups": 2, "sync_every": 1}, "run": {"folder": str(tmp_path)}}
     first, frozen = first_values(tables)
     one, other = ranks(2).run(in_groups, tables)
     assert all(torch.equal(one[name], other[name]) for name in first)

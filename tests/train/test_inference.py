@@ -307,7 +307,8 @@ class Own(nn.Module):
         self.head = nn.Linear(8, 257)
     def forward(self, inputs, targets=None):
         logits = self.head(self.embedding(inputs))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") {otherwise}
+        rows = logits.flatten(0, 1)
+        return nn.functional.cross_entropy(rows, targets.flatten(), reduction="sum") {otherwise}
 """
 
 
