@@ -32,7 +32,7 @@ RUNS: dict[str, list[str]] = {
     "none": [],
     **{
         codec: [f"layout.compression={codec}"]
-        for codec in ("bf16", "int8", "qsgd(8)", "powersgd(4)", "terngrad")
+        for codec in ("bfloat16", "int8", "qsgd(8)", "powersgd(4)", "terngrad")
     },
     "topk(0.01), 1bit-adam": ["layout.compression=topk(0.01)", ONE_BIT],
     "sign, 1bit-adam": ["layout.compression=sign", ONE_BIT],

@@ -25,39 +25,42 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.save import state_of
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Peers
 from shardwise.locks import take_lock
 from shardwise.optim import ShardedOptimizer
 
 ALIGNED = 64
 """Bytes of a cache line: no two tensors share one."""
+Key = TypeVar("Key", bound=Hashable)
 
 
-class SharedMemory:
+class SharedMemory(Generic[Key]):
     """Tensors that all processes see, with the first one's values."""
 
-    def __init__(self, peers: Peers, own: Mapping[str, Tensor]) -> None:
-        """All processes do this together, with tensors of the same names, shapes and dtypes."""
+    def __init__(self, peers: Peers, own: Mapping[Key, Tensor]) -> None:
+        """All processes do this together, with tensors of the same keys, shapes and dtypes."""
         ends = [0]
         for tensor in own.values():
             ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
         file = self._open(peers, ends[-1])
         memory = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
         self.tensors = {
-            name: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, (name, tensor) in zip(ends, own.items(), strict=False)
+            key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, (key, tensor) in zip(ends, own.items(), strict=False)
         }
         if peers.rank == 0:
-            for name, tensor in own.items():
-                self.tensors[name].copy_(tensor)
+            for key, tensor in own.items():
+                self.tensors[key].copy_(tensor)
         peers.from_everyone("has opened it")  # and the values are in place
 
     def _open(self, peers: Peers, size: int) -> int:
@@ -117,13 +120,14 @@ class SharedState:
             "last": torch.zeros(int(rows.sum()), dtype=torch.int64),
             "finished": torch.zeros(peers.world, dtype=torch.int64),
         }
-        self.memory = SharedMemory(peers, {**state_of(named, optimizer), **stamps})
+        own: dict[StateKey | str, Tensor] = dict([*state_of(named, optimizer).items(), *stamps.items()])
+        self.memory = SharedMemory(peers, own)
         tensors = self.memory.tensors
         for name, parameter in named:
-            parameter.data = tensors[f"model.{name}"]
+            parameter.data = tensors[StateKey.model(name)]
             if parameter.requires_grad:
                 optimizer.state[parameter] = {
-                    key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]
+                    slot: tensors[StateKey.optimizer(name, slot)] for slot in optimizer.state[parameter]
                 }
         self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
 

@@ -8,6 +8,7 @@ to write instead.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -93,6 +94,8 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("attn_implementation", "flash_attention", "use_flash_attn", "sdp_attention"),
     _BY_ITSELF),
     **dict.fromkeys(("packing", "sample_packing"), _PACKED),
+    "shares": OurKey("train.driver", "by-speed", "or synchronous: even shares"),
+    "local_steps": OurKey("local.sync_every"),
     **dict.fromkeys(("wd", "l2"), OurKey("optimizer.weight_decay")),
     **dict.fromkeys(("max_grad_norm", "max_norm", "gradient_clipping", "clip_grad", "grad_clip",
     "gradient_clip_val"),
@@ -183,6 +186,23 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("sliding_window", "window_size"), OurKey("model.window")),
 }  # fmt: skip
 """By the name that other programs use, in small letters and with _ for -."""
+
+OTHER_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8",
+    "fp32": "float32",
+    "fp64": "float64",
+}
+"""Names of dtypes in other programs, and ours: of precisions and of codecs alike."""
+
+
+def dtype_meant(key: str, value: object, refusal: str) -> str:
+    """The end of a message about a dtype by the name of another program: what to write, if the refusal lists
+    it."""
+    ours = OTHER_DTYPES.get(value) if isinstance(value, str) else None
+    return f". Write {key} = {ours!r}" if ours and re.search(rf"\b{ours}\b", refusal) else ""
 
 
 def our_key(name: str, section: str = "") -> OurKey | None:

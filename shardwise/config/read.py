@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from shardwise.config.check import MODEL_SOURCES, found_by, problems_across, sources_of_model
 from shardwise.config.compression import AUTO
 from shardwise.config.layouts import problems_of_layout
-from shardwise.config.other_names import did_you_mean, our_key, suggestion
+from shardwise.config.other_names import did_you_mean, dtype_meant, our_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained import Tables, with_pretrained
 from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Source, Train, keys_of
@@ -277,10 +277,16 @@ def _explain(section: str, kind: type[Section], details: Sequence[ErrorDetails])
     """The mistakes of a table in words, one for each key: a union has an error for every type that it
     allows."""
     messages: dict[str, list[str]] = {}
+    given: dict[str, object] = {}
     for detail in details:
         setting, message = _explain_one(section, kind, detail)
         messages.setdefault(setting, []).append(message)
-    return [setting + _joined(parts) for setting, parts in messages.items()]
+        given[setting] = detail["input"]
+    joined = {setting: _joined(parts) for setting, parts in messages.items()}
+    return [
+        setting + text + dtype_meant(setting.partition(" = ")[0], given[setting], text)
+        for setting, text in joined.items()
+    ]
 
 
 def _joined(messages: Sequence[str]) -> str:

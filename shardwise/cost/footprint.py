@@ -13,7 +13,7 @@ and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and 
 `selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
 experts these two recompute a block part by part (norms, attention, shared experts): they keep the inputs of
 the parts, 2 h more than of a whole block for `selective`, and all that routed experts need. A schedule
-multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
+multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` explains it).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a
 recomputed block). With a single micro-batch, gradients take the place of the activations that backward
@@ -23,14 +23,15 @@ frees.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
 from shardwise.config import Model
+from shardwise.config.dtypes import BYTES
+from shardwise.config.schedules import of_schedule
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
+from shardwise.cost.float8_work import head_bytes, kept_weights
 from shardwise.cost.products import tokens_here
 from shardwise.cost.space import (
     FULL,
@@ -40,17 +41,17 @@ from shardwise.cost.space import (
     Work,
     concatenate,
     distinct,
+    is_compiled,
     makes_blocks_again,
     take,
 )
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
-from shardwise.plan.dtypes import BYTES, wide
+from shardwise.plan.dtypes import wide
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import Part, Parts, parts_of, with_peers
 
 
@@ -127,23 +128,12 @@ def _parts(model: Model, layouts: Space) -> Parts:
 
 def in_flight(space: Space) -> tuple[Array, Array]:
     """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at
-    once. There are never more than a step has; plan/schedule.py has the table, and a schedule that is not
-    named here holds one for each rank.
-    """
+    once."""
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
-    first = {"gpipe": m, "interleaved": (p * (v + 1) - 1) / v, "dualpipev": p + 0.5}
-    last = {
-        "gpipe": m,
-        "1f1b": np.ones(len(space)),
-        "interleaved": (p * (v - 1) + 1) / v,
-        "dualpipev": p + 0.5,
-    }
-
-    def most(held: dict[str, Any]) -> Array:
-        of_schedules = [held.get(name, p) for name in SCHEDULES]  # (candidates,) for each schedule
-        return np.where(p == 1, 1.0, np.minimum(m, np.choose(space.schedule, of_schedules)))
-
-    return most(first), most(last)
+    first = of_schedule(space.schedule, lambda facts: facts.held_by_first(m, p, v))
+    last = of_schedule(space.schedule, lambda facts: facts.held_by_last(m, p, v))
+    alone = p == 1
+    return np.where(alone, 1.0, np.minimum(m, first)), np.where(alone, 1.0, np.minimum(m, last))
 
 
 def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> tuple[Array, Array]:

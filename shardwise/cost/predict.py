@@ -46,7 +46,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config import Precision
+from shardwise.config.dtypes import BYTES, Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import kernels as float8_kernels
@@ -59,8 +59,8 @@ from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, m
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.dtypes import BYTES
-from shardwise.plan.engine import compiles_blocks, engine_of
+from shardwise.plan.compilation import compiles_blocks
+from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01
 """Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every
@@ -425,8 +425,13 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
     """Seconds of the update, and of the norm that is taken before: what the optimizer says it moves."""
-    rounds, compiled = work.state_dtype == "bfloat16", compiles_blocks(work.compile, cluster.device_type)
-    moved = work.optimizer.update_bytes(BYTES[work.state_dtype], rounds, compiled)
+    width, rounds = BYTES[work.state_dtype], work.state_dtype == "bfloat16"
+    compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
+    moved = np.where(
+        compiled,
+        work.optimizer.update_bytes(width, rounds, compiled=True),
+        work.optimizer.update_bytes(width, rounds, compiled=False),
+    )
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 

@@ -2,10 +2,10 @@
 report."""
 
 from shardwise.observe.clock import SPANS, StepClock, Stretch, present_time
-from shardwise.observe.devices import mfu, peak_flops
 from shardwise.observe.files import EventsFile, MetricsFile, write_text
 from shardwise.observe.ledger import AxisTimes, Collective, Ledger, axis_times
 from shardwise.observe.memory import memory_kind, peak_memory
+from shardwise.observe.mfu import mfu
 from shardwise.observe.output import unblocked_output
 from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
 from shardwise.observe.report import render, summarise
@@ -35,7 +35,6 @@ __all__ = [
     "mfu",
     "newest",
     "open_sinks",
-    "peak_flops",
     "peak_memory",
     "present_time",
     "read_events",

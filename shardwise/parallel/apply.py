@@ -26,6 +26,8 @@ from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
+from shardwise.config.parameters import OwnParameters
+from shardwise.drivers.registry import driver_of
 from shardwise.models import (
     Head,
     Sharding,
@@ -44,6 +46,7 @@ from shardwise.models.experts import Router
 from shardwise.models.float8 import Scale
 from shardwise.models.layers import Embedding
 from shardwise.optim import local
+from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.context import own_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
@@ -52,11 +55,11 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import LOOKED_UP, check_own, table_of
 from shardwise.parallel.placement import own_part
 from shardwise.parallel.recompute import recompute
-from shardwise.parallel.seeds import Seeds
+from shardwise.parallel.seeds import Seeds, seed_blocks
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import OwnParameters, Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
-from shardwise.plan.engine import compiles_blocks, splits_backward
+from shardwise.plan import Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
+from shardwise.plan.compilation import why_not_compiled
 from shardwise.plan.float8 import casts_once
 
 
@@ -116,7 +119,7 @@ def build_plain(config: Config) -> nn.Module:
         model = (build_own if config.model.module is not None else Transformer)(config.model)
     _store_weights_in(model, DTYPES[state_dtype(train)])
     if config.model.module is not None:
-        adapt(model, DTYPES[compute_dtype(train)])
+        model = adapt(model, DTYPES[compute_dtype(train)])
     for module in model.modules():
         if isinstance(module, Embedding):
             module.compute_dtype = DTYPES[compute_dtype(train)]
@@ -223,23 +226,24 @@ def _part(
         kept = (
             is_compiled(config, layout, comm.device) or config.train.precision == "float8"
         )  # in 8 bits, where it is cast
-        split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not kept)
+        model = split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not kept)
     if config.model.experts:
-        split_over_experts(model, table, comm)
+        model = split_over_experts(model, table, comm)
     if layout.context > 1:
-        split_over_context(model, table, comm, config.model)
-    compiled, named_blocks = is_compiled(config, layout, comm.device), _named_blocks(model, table)
+        model = split_over_context(model, table, comm, config.model)
+    compiled = is_compiled(config, layout, comm.device)
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
-    _recompute_and_compile(config, plan, list(named_blocks.values()), compiled)
+    _recompute_and_compile(config, plan, model, table, compiled)
     if seeds is not None:
-        for name, block in named_blocks.items():
-            seeds.before(block, name)
+        seed_blocks(model, _named_blocks(model, table), seeds)
     return _on_data_axes(config, plan, model, table, comm)
 
 
-def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], compiled: bool) -> None:
+def _recompute_and_compile(
+    config: Config, plan: Plan, model: nn.Module, table: Sharding, compiled: bool
+) -> None:
     """In which order recomputation and compilation wrap a block:
 
     - Recomputation inside, compilation around it: the compiler then sees the recomputed region and fuses
@@ -249,30 +253,30 @@ def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], 
       trace whole.
     - Selective recomputation always inside: it goes by operators, which it would not see around compiled
       code.
-
-    Both replace the block's `forward` and not the block: a module around it would change the names of its
-    parameters.
     """
     ours = config.model.module is None and not config.model.experts
     layout, mode = plan.layout, plan.recompute
     whole_graph = layout.tensor == layout.context == layout.expert == 1 and ours
     around = compiled and not whole_graph and mode == "full"
+    draws = config.model.module is not None
     if not around:
-        recompute(blocks, mode, compiled, draws=config.model.module is not None)
+        recompute(model, _blocks(model, table), mode, compiled, draws)
     if compiled and config.train.precision == "float8":
         recompute_casts()
     if compiled:
-        for block in blocks:
-            block.forward = torch.compile(
-                block.forward, fullgraph=whole_graph, dynamic=config.train.shares == "by speed"
-            )
+        dynamic = driver_of(config).varies_rows
+        compile_blocks(model, _blocks(model, table), fullgraph=whole_graph, dynamic=dynamic)
     if around:
-        recompute(blocks, mode, compiled, draws=config.model.module is not None)
+        recompute(model, _blocks(model, table), mode, compiled, draws)
 
 
 def _named_blocks(model: nn.Module, table: Sharding) -> dict[str, nn.Module]:
     """The blocks by their numbers in the whole model."""
     return {} if table.blocks is None else dict(model.get_submodule(table.blocks).named_children())
+
+
+def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
+    return list(_named_blocks(model, table).values())
 
 
 def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
@@ -281,7 +285,7 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     settings = _compression(config, model, table, comm)
     if not engine.sharded:
         allocate(model, comm.device)
-        alone = engine.single or train.driver == "hogwild"  # whose workers share one copy of the weights
+        alone = engine.single or driver_of(config).why_unsharded is not None
         return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[compute_dtype(train)], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
@@ -339,11 +343,15 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
     return frozenset(names)
 
 
+def why_blocks_are_not_compiled(config: Config, layout: Layout, device: torch.device) -> str | None:
+    """Why the job's blocks do not go through torch.compile on this layout; None where they do."""
+    train = config.train
+    return why_not_compiled(train.compile, device.type, train.precision == "float8", layout)
+
+
 def is_compiled(config: Config, layout: Layout, device: torch.device) -> bool:
-    """Whether blocks go through torch.compile on this layout. Not in float8 where backward comes in halves:
-    none of them asks for what compiled code has seen (models/float8.py)."""
-    halves = config.train.precision == "float8" and bool(splits_backward(layout))
-    return compiles_blocks(config.train.compile, device.type) and not halves
+    """Whether the job's blocks go through torch.compile on this layout."""
+    return why_blocks_are_not_compiled(config, layout, device) is None
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
@@ -358,7 +366,7 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
     unshared = [
         module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())
     ]
-    return [*unshared, *_named_blocks(model, table).values()]
+    return [*unshared, *_blocks(model, table)]
 
 
 def draw_weights(parallel: ParallelModel, seed: int) -> None:

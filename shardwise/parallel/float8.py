@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.state_key import split_scale_name
 from shardwise.comm import Comm
-from shardwise.config import Train
+from shardwise.config import RANK_AXES, Train
 from shardwise.models import Head, Transformer
 from shardwise.models.experts import Experts
 from shardwise.models.float8 import (
@@ -33,7 +34,6 @@ from shardwise.models.float8 import (
 from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import Linear
 from shardwise.optim import local
-from shardwise.plan import RANK_AXES
 from shardwise.plan.float8 import in_float8, products
 
 
@@ -241,5 +241,5 @@ class Scales:
 
 
 def _owner(product: str) -> str:
-    """The module that holds a product, and its weights."""
-    return product.partition(".float8")[0]
+    """Return the name of the module that holds a product and its weights."""
+    return split_scale_name(f"{product}.weight")[0]

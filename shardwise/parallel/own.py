@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
+from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
 from shardwise.config.own_module import without_table
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
-from shardwise.models.own import accepted
+from shardwise.models.own import accepted, name_of
 from shardwise.parallel.tensor import missing_entry, unfit
 from shardwise.words import counted
 
@@ -37,7 +39,7 @@ def table_of(model: nn.Module) -> Sharding:
         return Sharding(modules={})
     if not isinstance(table, Sharding):
         raise UserError(
-            f"{_name(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding"
+            f"{name_of(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding"
         )
     return table
 
@@ -58,7 +60,7 @@ def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
 
 
 def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
-    name, train = _name(model), config.train
+    name, train = name_of(model), config.train
     frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         found = (
@@ -67,12 +69,8 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
             else "it has none"
         )
         yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
-    if frozen and train.driver == "server":
-        yield (
-            f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and "
-            f"sum all of them; use "
-            "'synchronous', 'local' or 'hogwild'"
-        )
+    if frozen:
+        yield from driver_of(config).problems_of_frozen(name, frozen[0])
     if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
         dtype = model.get_parameter(odd[0]).dtype
         yield (
@@ -99,12 +97,12 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
     averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
     if averaging and layout.world > 1:
         yield (
-            f"{name}: {averaging[0]} is {_name(model.get_submodule(averaging[0]))}, whose statistics are of "
-            f"one device's rows: "
+            f"{name}: {averaging[0]} is {name_of(model.get_submodule(averaging[0]))}, "
+            "whose statistics are of one device's rows: "
             "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
-    if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
+    if sparse and driver_of(config).sums_gradients(layout):
         yield (
             f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
             f"train on one device, or "
@@ -127,7 +125,7 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
 
 
 def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
-    name = _name(model)
+    name = name_of(model)
     if getattr(model, "sharding", None) is None:
         yield from without_table(name, layout)
     paths = [path for path, _ in model.named_modules()]
@@ -148,7 +146,9 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
         if role is None:
             if owned:
                 yield missing_entry(path, owned)
-        elif role.parts and role.parts % layout.tensor and (role.gather or layout.tensor % role.parts):
+        elif role.parts and not (splits_evenly if role.gather else splits_or_repeats)(
+            role.parts, layout.tensor
+        ):
             yield (
                 f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated "
                 f"evenly over it"
@@ -160,7 +160,7 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
 def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     if layout.pipeline == 1:
         return
-    name = _name(model)
+    name = name_of(model)
     if table.blocks is None:
         yield (
             f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut "
@@ -208,7 +208,7 @@ def _untied(model: nn.Module, table: Sharding) -> Iterator[str]:
 def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     if layout.context == 1:
         return
-    name = _name(model)
+    name = name_of(model)
     if table.mixing is None:
         yield (
             f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "
@@ -224,7 +224,7 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     if config.model.experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         yield (
-            f"model.experts = {config.model.experts}: {_name(model)} has no "
+            f"model.experts = {config.model.experts}: {name_of(model)} has no "
             f"shardwise.models.MixtureOfExperts; leave it out"
         )
 
@@ -241,7 +241,7 @@ def _call(model: nn.Module, config: Config) -> None:
             signature(model.count_items).bind(ids, ids)  # type: ignore[arg-type]
         except TypeError as error:
             raise UserError(
-                f"{_name(model)}.count_items: {error}; it is called with (inputs, targets)"
+                f"{name_of(model)}.count_items: {error}; it is called with (inputs, targets)"
             ) from None
         _try(lambda: count_items(model, ids, ids))
 
@@ -268,7 +268,3 @@ def _is_none(model: nn.Module, path: str) -> bool:
         return getattr(model.get_submodule(parent), name, model) is None
     except AttributeError:
         return False
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__

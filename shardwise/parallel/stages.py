@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.comm import Comm
 from shardwise.config import Config
+from shardwise.config.schedules import SCHEDULE_FACTS
 from shardwise.errors import UserError
 from shardwise.models import Sharding
 from shardwise.models.dtypes import DTYPES
@@ -38,8 +39,8 @@ class Stages:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart, by the actions that will run."""
-        return any(action.kind == "W" for actions in self.schedule.actions for action in actions)
+        """Whether gradients of inputs and of weights are computed apart."""
+        return SCHEDULE_FACTS[self.schedule.name].splits_backward
 
     @property
     def last(self) -> int:

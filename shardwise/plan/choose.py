@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config import (
+    RANK_AXES,
     Config,
     Layout,
     Train,
@@ -24,19 +25,21 @@ from shardwise.config import (
     nearest_layout,
     nearest_to,
     problems_of_layout,
-    stages_on_a_rank,
+    stages_per_rank,
     with_nearby_that_divides,
 )
 from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
+from shardwise.config.parameters import OwnParameters, count
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8 import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.parameters import OwnParameters, count
-from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
+from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plan.stages import stage_blocks
+from shardwise.units import GIB
 from shardwise.words import counted
 
 MICRO_BATCHES_A_STAGE = 4
@@ -178,7 +181,7 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         values["compression_axes"] = "all"
         whys["compression_axes"] = "a replica is one device here, so all sums are between replicas"
     if layout.pipeline > 1:
-        stages = stages_on_a_rank(layout)
+        stages = stages_per_rank(layout)
         blocks = stage_blocks(
             config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages
         )
@@ -255,11 +258,8 @@ def _with_data(config: Config, devices: int) -> Layout:
 
 
 def _product(layout: Layout) -> str:
-    axes = ("pipeline", "replica", "data", "context", "tensor")
-    return (
-        " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
-        or "data 1"
-    )
+    used = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
+    return " x ".join(used) or "data 1"
 
 
 def _what_fits(
@@ -275,7 +275,7 @@ def _what_fits(
         )
 
     assert layout.zero is not None, "it is chosen"
-    shards = shares_weights(layout, config.model.experts) and config.train.driver != "hogwild"
+    shards = shares_weights(layout, config.model.experts) and driver_of(config).why_unsharded is None
     most = 0 if config.optimizer.needs_whole_states(layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
@@ -304,8 +304,8 @@ def _zero(
 ) -> tuple[int, str]:
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
-    if config.train.driver == "hogwild":
-        return 0, "workers share one memory"
+    if why := driver_of(config).why_unsharded:
+        return 0, why
     if layout.zero is not None:
         return layout.zero, "as asked"
     if config.optimizer.needs_whole_states(layout):

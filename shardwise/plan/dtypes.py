@@ -1,4 +1,4 @@
-"""Which dtype each number has, by name, and how many bytes that is.
+"""Which dtype each number has, by name (config/dtypes.py).
 
 | number                                   | dtype                                                        |
 | ---------------------------------------- | ------------------------------------------------------------ |
@@ -17,8 +17,7 @@ Runtime and cost model read this table; `models/dtypes.py` turns a name into tor
 from __future__ import annotations
 
 from shardwise.config import Train
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from shardwise.config.dtypes import BYTES
 
 
 def wide(dtype: str) -> str:

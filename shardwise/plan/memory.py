@@ -37,10 +37,11 @@ from dataclasses import dataclass
 
 from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
-from shardwise.plan.dtypes import BYTES, compute_dtype, reduce_dtype, state_dtype
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import OwnParameters
+from shardwise.plan.dtypes import compute_dtype, reduce_dtype, state_dtype
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
-from shardwise.plan.parameters import OwnParameters
 from shardwise.plan.schedule import rank_of_stage
 from shardwise.plan.slices import Count, Part, parts_of, with_peers
 from shardwise.plan.stages import stage_blocks

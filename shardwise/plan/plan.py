@@ -21,8 +21,8 @@ from shardwise.files import parse_as, read_bytes
 from shardwise.optimizers import Optimizer
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
+from shardwise.units import GIB
 
-GIB = 2**30
 DEFAULT = "the default"
 """Why a setting is as it is, where nobody gave it and nothing decides it."""
 

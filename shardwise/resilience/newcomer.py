@@ -39,8 +39,8 @@ class Newcomer:
     """What the prepared data hold, with a checksum."""
 
     def to_json(self) -> dict[str, Any]:
-        """As sent to the leader. The key tells it from a report, which is the first word of hosts before
-        version 0.1.0."""
+        """Return the message that is sent to the leader. Its key tells it from a report, which older hosts
+        send first."""
         return {"newcomer": asdict(self)}
 
     @classmethod

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Config, Model
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import count
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
 from shardwise.observe.format import format_count
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
-from shardwise.plan.parameters import count
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
 from shardwise.search.reasons import describe_layout, nothing_fits

@@ -6,15 +6,17 @@ import torch
 
 from shardwise.config import Checkpoint, Config, Model, Train, context_attention
 from shardwise.config.compression import SumCompression
-from shardwise.config.layouts import ring_lacks
+from shardwise.config.layout_rules import ring_lacks
+from shardwise.config.no_effect import idle_settings
+from shardwise.cost.device_peaks import peak_flops
+from shardwise.drivers.registry import driver_of
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
-from shardwise.observe import peak_flops
-from shardwise.parallel import is_compiled
+from shardwise.parallel.apply import why_blocks_are_not_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
-from shardwise.plan.float8 import in_float8, products, unfit
+from shardwise.plan.float8 import idle_float8, in_float8, unfit
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 from shardwise.words import counted
@@ -36,9 +38,7 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{_stored(train)} weights and optimizer state, gradients summed in {_summed(training)}",
         **_pipeline(training),
         "attention": _attention(training),
-        "compile": "each block"
-        if is_compiled(config, plan.layout, device) and training.parallel.table.blocks
-        else "off",
+        "compile": _compiled(training),
         "recompute": str(plan.recompute),
         "optimizer": _optimizer(training),
         **_repeatable(training),
@@ -47,6 +47,14 @@ def describe_run(training: Training) -> dict[str, str]:
         **_without_effect(training),
         **_warning(training),
     }
+
+
+def _compiled(training: Training) -> str:
+    """What is compiled, or why nothing is."""
+    why_not = why_blocks_are_not_compiled(training.config, training.plan.layout, training.mesh.device)
+    if why_not is None and not training.parallel.table.blocks:
+        why_not = "no sharding table names the blocks"
+    return f"off ({why_not})" if why_not else "each block"
 
 
 def _computed(config: Config) -> str:
@@ -75,9 +83,8 @@ def _emulated(config: Config, device: torch.device) -> str:
 def _optimizer(training: Training) -> str:
     """The optimizer, when groups make an outer step, and what clipping acts on where momenta are summed."""
     config = training.config
-    name = config.optimizer.describe(rounds=state_dtype(config.train) == "bfloat16")
-    if training.outer is not None:
-        name += describe_outer_step(config.local.steps)
+    line = config.optimizer.describe(rounds=state_dtype(config.train) == "bfloat16")
+    name = driver_of(config).describe_optimizer(config, line)
     if config.optimizer.summed_momentum is None:
         return name
     clipped = (
@@ -86,11 +93,6 @@ def _optimizer(training: Training) -> str:
         else "the logged gradient norm is that"
     )
     return f"{name}; after step {training.plan.layout.compression_warmup} {clipped} of summed momenta"
-
-
-def describe_outer_step(every: int) -> str:
-    """Return the end of the optimizer's line where groups make an outer step after so many steps."""
-    return f"; an outer step of all groups every {'step' if every == 1 else counted(every, 'step')}"
 
 
 def peak_of_device(training: Training) -> float | None:
@@ -119,30 +121,14 @@ def _named(model: Model) -> str:
 def _devices(training: Training) -> dict[str, str]:
     config, plan, device = training.config, training.plan, training.mesh.device
     batch = f"{counted(config.train.global_batch, 'sequence')} of {config.data.sequence_length}"
-    if config.train.driver == "server":
-        return {
-            "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
-            "batch": f"{batch} in {counted(config.server.portions or 1, 'portion')}; staleness "
-            f"{_bound(config)}",
-        }
-    return {
+    lines = {
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),
         "chosen": plan.chosen(),
         "batch": f"{batch}: {counted(plan.groups * plan.layout.data_parallel, 'device')} x "
-        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}{_updates(config)}",
+        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}",
     }
-
-
-def _updates(config: Config) -> str:
-    if config.train.driver != "hogwild":
-        return ""
-    return f", each an update {'under a lock' if config.hogwild.locked else 'without a lock'}"
-
-
-def _bound(config: Config) -> str:
-    bound = config.server.staleness_bound
-    return "unbounded" if bound is None else f"{bound} at most"
+    return driver_of(config).describe_devices(training, lines)
 
 
 def _saving(checkpoint: Checkpoint) -> str:
@@ -233,51 +219,12 @@ def _threads(device: torch.device) -> str:
 
 
 def _without_effect(training: Training) -> dict[str, str]:
-    """Settings that change nothing here are named, never ignored in silence."""
-    layout, config, train = training.plan.layout, training.config, training.config.train
-    on_cpu, on_host = training.mesh.device.type == "cpu", train.driver in ("server", "hogwild")
-    idle = {
-        "layout.offload: states are in host memory already": layout.offload and on_cpu,
-        f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(
-            config.layout.zero
-        )
-        and layout.zero == 0,
-        f"layout.schedule = {layout.schedule!r}: there is no pipeline": layout.pipeline == 1
-        and layout.schedule != "1f1b",
-        "layout.stages: there is no pipeline": layout.pipeline == 1
-        and bool(layout.stages or layout.stages_per_rank),
-        f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
-        and layout.attention != "auto",
-        "GPUs: there are more workers than GPUs, so all compute on the CPU; with run.device=cuda "
-        "they share": on_cpu and local_gpus() > 0 and config.run.device == "auto" and not on_host,
-        "GPUs: workers share the memory of the host, and compute on its CPUs": train.driver == "hogwild"
-        and local_gpus() > 0,
-        "train.shares: on GPUs only with data alone and zero = 0 can a device's work be told from its "
-        "waiting": not on_cpu
-        and train.shares == "by speed"
-        and not (layout.zero == 0 and layout.world == layout.data_parallel),
-        "train.deterministic: CPUs add in one order anyway": on_cpu and train.deterministic,
-        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
-        "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
-        f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
-        "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0
-        and train.steps == 1,
-    }
-    notes = [note for note, true in idle.items() if true] + _idle_float8(config)
+    """Name the settings that change nothing in this run: none is ignored in silence."""
+    config, on_cpu = training.config, training.mesh.device.type == "cpu"
+    notes = idle_settings(config, training.plan.layout, on_cpu, local_gpus())
+    notes += driver_of(config).settings_without_effect(training)
+    notes += idle_float8(config.model, config.train)
     return {"no effect": "; ".join(notes)} if notes else {}
-
-
-def _idle_float8(config: Config) -> list[str]:
-    """Why a job with float8 makes no product in it; empty: it makes some."""
-    if config.train.precision != "float8" or in_float8(config.model, config.train):
-        return []
-    left = unfit(config.model, config.train)
-    if not left:
-        return ["train.precision = 'float8': the job leaves out all products"]
-    asked = " that the job does not leave out" if len(left) < len(list(products(config.model))) else ""
-    return [
-        f"train.precision = 'float8': the sizes of all products{asked} are no multiples of 16 ({left[0]}, …)"
-    ]
 
 
 def _warning(training: Training) -> dict[str, str]:

@@ -76,7 +76,8 @@ def own_state(training: Training) -> Digests:
 
 def state(training: Training) -> dict[str, Tensor]:
     parallel = training.parallel
-    return state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    own = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    return {str(key): tensor for key, tensor in own.items()}
 
 
 def digests(tensors: dict[str, Tensor]) -> Digests:

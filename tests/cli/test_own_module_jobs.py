@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import read
 from shardwise.parallel import build_plain, check_first_values
 
@@ -86,13 +87,13 @@ def test_a_new_head_on_a_frozen_backbone_is_proven(
     assert done.returncode == 0, done.stderr
     contents = Contents.open(str(tmp_path / "run" / "checkpoints" / "step-2"))
     for name, value in backbone.items():
-        assert torch.equal(contents.read(f"model.{name}"), value), name
-        assert f"optimizer.{name}.exp_avg" not in contents.tensors
+        assert torch.equal(contents.read(StateKey.model(name)), value), name
+        assert StateKey.optimizer(name, "exp_avg") not in contents.tensors
     (tmp_path / "backbone.pt").unlink()  # a resume asks for no first values
     done = shardwise("train", *job, "train.steps=3", "observe.sample_tokens=2", "run.folder=run")
     assert done.returncode == 0, done.stderr
     resumed = Contents.open(str(tmp_path / "run" / "checkpoints" / "step-3"))
-    assert all(torch.equal(resumed.read(f"model.{name}"), value) for name, value in backbone.items())
+    assert all(torch.equal(resumed.read(StateKey.model(name)), value) for name, value in backbone.items())
 
 
 OWN = """

@@ -93,7 +93,7 @@ def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "topk(0.1)"))]
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bfloat16", "topk(0.1)"))]
 )
 def test_gradients_can_be_pushed_in_fewer_bits(
     shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], codec: str

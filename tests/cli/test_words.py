@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from shardwise.cli.app import app
 from shardwise.config import read
 from shardwise.config.model_config import MIXTRAL, _differences
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.optimizers import find
-from shardwise.train.describe import describe_outer_step, peak_of_device
+from shardwise.train.describe import peak_of_device
 
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart.toml"
 
@@ -105,6 +106,8 @@ def test_the_header_names_the_optimizer_that_runs(name: str, rounds: bool, says:
     assert find(name)().describe(rounds).startswith(says)
 
 
-def test_the_header_says_how_often_groups_make_an_outer_step() -> None:
-    assert describe_outer_step(1) == "; an outer step of all groups every step"
-    assert describe_outer_step(8) == "; an outer step of all groups every 8 steps"
+@pytest.mark.parametrize(("every", "says"), [(1, "every step"), (8, "every 8 steps")])
+def test_the_header_names_the_outer_steps_of_groups(every: int, says: str) -> None:
+    config = read(QUICKSTART, ["train.driver=local", f"local.sync_every={every}"])
+    line = driver_of(config).describe_optimizer(config, "AdamW, fused kernel")
+    assert line == f"AdamW, fused kernel; an outer step of all groups {says}"

@@ -237,17 +237,19 @@ def test_the_origin_of_a_key_that_was_left_out_is_what_left_it_out_or_filled_it_
           "6 or 9"]),
         # nothing is said of what depends on a wrong value
         ({"train": {"driver": "servers"}, "server": {"servers": 2}},
-         ["train.driver = 'servers': input should be 'synchronous', 'server', 'local' or 'hogwild'"]),
+         ["train.driver = 'servers': input should be 'synchronous', 'by-speed', 'server', 'local' or "
+          "'hogwild'"]),
         # left out, it would be 1.0
         ({"train": {"clip": "none"}}, ["train.clip = 'none': input should be a valid number"]),
         ({"data": {"sources": [{"path": "a", "wieght": 2.0}]}},
          ["data.sources.0.wieght = 2.0: unknown key. Did you mean weight?"]),
         ({"layout": {"tensor": 0}, "model": {"heads": 3, "kv_heads": 3}},
          ["layout.tensor = 0: input should be greater than or equal to 1"]),
-        ({"train": {"driver": "local", "shares": "by speed"}},
-        ["train.driver = 'local': leave train.shares out"]),
-        ({"train": {"driver": "hogwild", "shares": "by speed"}, "layout": {"data": 2}},
-         ["train.driver = 'hogwild': leave train.shares out"]),
+        ({"train": {"shares": "by speed"}},
+         ["train.shares = 'by speed': unknown key. Did you mean train.driver = by-speed? (or synchronous: "
+          "even shares)"]),
+        ({"train": {"driver": "local"}, "local": {"steps": 5}},
+         ["local.steps = 5: unknown key. Did you mean local.sync_every?"]),
         ({"train": {"driver": "local"}, "layout": {"compression": "int8"}},
          ["train.driver = 'local': leave layout.compression out; what groups exchange is local.compression"]),
     ],
@@ -318,5 +320,5 @@ def test_a_module_is_said_to_have_no_table_only_where_its_text_leaves_no_doubt(
     assert [*problems_of_module(model, Layout(data=2, zero=3))] == []
     found = [*problems_of_module(model, Layout(data=1, tensor=2, pipeline=2))]
     assert [problem.partition(":")[0] for problem in found] == (
-        ["layout.tensor = 2", "layout.pipeline = 2"] if sure else []
+        ["layout.pipeline = 2", "layout.tensor = 2"] if sure else []
     )

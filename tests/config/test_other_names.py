@@ -107,3 +107,23 @@ def test_spellings_that_a_job_may_use_are_no_mistakes() -> None:
         meant = our_key(spelling)
         assert meant is not None
         assert meant.key == f"layout.{field}"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "ours"),
+    [
+        ("train", "precision", "fp16", "float16"),
+        ("layout", "compression", "bf16", "bfloat16"),
+        ("layout", "weight_compression", "fp8", "float8"),
+        ("server", "compression", "fp16", "float16"),
+        ("local", "compression", "fp8", "float8"),
+    ],
+)
+def test_a_dtype_by_another_name_is_answered_with_ours(section: str, key: str, value: str, ours: str) -> None:
+    (problem,) = problems({section: {key: value}})
+    assert problem.endswith(f". Write {section}.{key} = {ours!r}")
+
+
+def test_a_dtype_that_the_key_does_not_take_is_not_advised() -> None:
+    (problem,) = problems({"train": {"state_dtype": "fp16"}})
+    assert "Write" not in problem

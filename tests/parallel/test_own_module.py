@@ -17,19 +17,19 @@ from ranks.pool import Pool
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, from_tables
+from shardwise.config.parameters import OwnParameters
 from shardwise.data import Dataset
+from shardwise.drivers.replay import Pace, Replay
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
 from shardwise.optim import local
 from shardwise.parallel import build_plain, check_module, count_parameters
-from shardwise.plan import OwnParameters, Plan, StateBytes, choose
+from shardwise.plan import Plan, StateBytes, choose
 from shardwise.train.build import build, restore, save
 from shardwise.train.evaluate import held_out_loss
-from shardwise.train.hogwild import LockFree
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.planner import Planner
-from shardwise.train.replay import Pace, Replay
 from shardwise.train.steps import steps
 
 HERE = Path(__file__).parent
@@ -270,8 +270,7 @@ def test_a_module_that_counts_its_own_items_is_evaluated_by_them(
 
 def without_locks(tables: Tables) -> list[float]:
     training = start(ALONE, tables)
-    assert training.shared is not None
-    return [step.loss for step in steps(training, source=LockFree(training, training.shared))]
+    return [step.loss for step in steps(training)]
 
 
 def test_other_drivers_divide_by_the_same_items(corpus: str) -> None:

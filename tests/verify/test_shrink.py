@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import AXES, PRESETS, Config, context_attention, from_tables, read, to_toml
+from shardwise.config.parameters import count
 from shardwise.data import Dataset, check_vocabulary
-from shardwise.plan import choose, count, make_schedule, stage_blocks
+from shardwise.plan import choose, make_schedule, stage_blocks
 from shardwise.verify.shrink import shrink
 
 KEPT = {

@@ -22,11 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm import Comm
 from shardwise.config import Config, from_tables
+from shardwise.config.parameters import parameter_shapes
 from shardwise.mesh import Worker, join
 from shardwise.optim import local
 from shardwise.parallel import parallelise
 from shardwise.parallel.holdings import Slices, describe, own_slices
-from shardwise.plan import Plan, choose, parameter_shapes
+from shardwise.plan import Plan, choose
 
 HERE = Path(__file__).parent
 TRAIN = {"global_batch": 48, "micro_batch": 1}
