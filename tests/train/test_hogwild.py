@@ -144,7 +144,7 @@ class InTurn(LockFree):
 def write_in_turn(worker: Worker, tables: Tables) -> tuple[list[Step], Weights]:
     training = start(worker, tables)
     assert isinstance(training.rank_driver, HogwildRank)
-    done = list(steps(training, source=InTurn(training, training.rank_driver.shared)))
+    done = list(steps(training, source=InTurn(training, training.rank_driver.shared, takes_lock=False)))
     return done, weights_of(training)
 
 
