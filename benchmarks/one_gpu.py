@@ -174,7 +174,7 @@ def prove_rows(rows: list[Row], results: Path, seconds: float) -> None:
 
     from shardwise.config import read
     from shardwise.verify.prove import prove
-    from shardwise.verify.workers import Workers
+    from shardwise.verify.proof_workers import Workers
 
     with ExitStack() as stack:
         workers: Workers | None = None

@@ -40,8 +40,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
     "typer", "rich.progress", "shardwise.cli.app", "shardwise.train.run", "shardwise.train.launch",
-    "shardwise.verify.measure",
-    "shardwise.verify.localise", "shardwise.verify.prove", "shardwise.verify.drill",
+    "shardwise.verify.compare_layout",
+    "shardwise.verify.trace_modules", "shardwise.verify.prove", "shardwise.verify.drill",
     "shardwise.probe.measure",
     "shardwise.search.forecast", "shardwise.probe.quick", "torch.distributed.pipelining.schedules",
     "shardwise.parallel.pipeline",

@@ -15,7 +15,7 @@ from shardwise.words import counted
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.verify.drill import DrillResult
-    from shardwise.verify.faults import Kind
+    from shardwise.verify.drill_faults import Kind
 
 
 def drill(
@@ -91,7 +91,7 @@ def _kinds(faults: str) -> list[Kind]:
 
 
 def _unknown(faults: str) -> Iterator[str]:
-    from shardwise.verify.faults import KINDS
+    from shardwise.verify.drill_faults import KINDS
 
     unknown = [word for word in _kinds(faults) if word not in KINDS]
     if unknown or not _kinds(faults):

@@ -28,10 +28,10 @@ def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
 
 def _point(point: Any) -> dict[str, Any]:
     """Plain data; the term that breaks the curve by its name and in words."""
-    from shardwise.cli.plain import plain
+    from shardwise.cli.plain_data import plain_data
     from shardwise.search.reasons import describe_term
 
-    return {**plain(point), "breaks_in_words": describe_term(point.breaks) if point.breaks else None}
+    return {**plain_data(point), "breaks_in_words": describe_term(point.breaks) if point.breaks else None}
 
 
 def problems_of_counts(text: str) -> Iterator[str]:
@@ -92,28 +92,28 @@ def _costs(answer: dict[str, Any]) -> str:
 
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
     """The fewest devices that train the job in so many days; without days, on which it fits at all."""
-    from shardwise.cli.plain import plain
+    from shardwise.cli.plain_data import plain_data
     from shardwise.cli.plan_show import table
     from shardwise.search.fewest import fewest_devices, smallest_that_fits
 
     if days is None:
         smallest = smallest_that_fits(config, cluster)
-        return plain(smallest), [smallest.sentence]
+        return plain_data(smallest), [smallest.sentence]
     answer = fewest_devices(config, cluster, days)
     rows = [
         [f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""]
         for t in answer.tried
     ]
-    return plain(answer), [answer.sentence, table("tried", ["devices", "days", "why"], rows)]
+    return plain_data(answer), [answer.sentence, table("tried", ["devices", "days", "why"], rows)]
 
 
 def maximise(config: Config, cluster: Cluster, what: str) -> Answer:
     """The longest sequence, or the largest batch without accumulation, that fits."""
-    from shardwise.cli.plain import plain
+    from shardwise.cli.plain_data import plain_data
     from shardwise.search.largest import largest_batch, longest_sequence
 
     if what == "sequence":
         longest = longest_sequence(config, cluster, cluster.devices)
-        return plain(longest), [longest.sentence]
+        return plain_data(longest), [longest.sentence]
     largest = largest_batch(config, cluster, cluster.devices)
-    return plain(largest), [largest.sentence]
+    return plain_data(largest), [largest.sentence]

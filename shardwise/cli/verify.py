@@ -89,7 +89,7 @@ def _prove(
     from shardwise.cli.progress import preparing
     from shardwise.config import read
     from shardwise.observe import error_console
-    from shardwise.verify.job import Against, Dtype, Sabotage
+    from shardwise.verify.proof_job import Against, Dtype, Sabotage
     from shardwise.verify.prove import prove
 
     given = [("--dtype", dtype, get_args(Dtype)), ("--against", against, get_args(Against))]
@@ -183,7 +183,7 @@ def _table(result: ProofResult) -> list[str]:
 
 
 def _row(error: QuantityError, result: ProofResult) -> list[str]:
-    from shardwise.verify.job import ROUNDING
+    from shardwise.verify.proof_job import ROUNDING
 
     cost = "" if error.rounding_cost is None else f"{error.rounding_cost:.2e}"
     ranks = "all" if len(error.ranks) == result.proof.world else ", ".join(map(str, error.ranks))

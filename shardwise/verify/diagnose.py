@@ -30,7 +30,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardwise.verify.reports import HELD_OUT, LOAD, ModuleDifference, RankReport, RankTrace, SliceComparison
+from shardwise.verify.rank_reports import (
+    HELD_OUT,
+    LOAD,
+    ModuleDifference,
+    RankReport,
+    RankTrace,
+    SliceComparison,
+)
 from shardwise.verify.verdict import EXACT, QuantityError, Verdict
 
 ROUGHLY = 0.4

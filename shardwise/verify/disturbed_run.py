@@ -20,8 +20,8 @@ from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.observe import newest, read_events, read_metrics
 from shardwise.resilience.stopping import RESUME_ME
-from shardwise.verify.commands import TrainCommands
-from shardwise.verify.faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
+from shardwise.verify.train_commands import TrainCommands
+from shardwise.verify.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
 from shardwise.words import counted
 
 POLL_SECONDS = 0.02

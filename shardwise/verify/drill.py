@@ -3,7 +3,7 @@ and the two compared.
 
 A run that survives faults in its tests may still lose a step, read a batch twice, or resume from half a
 checkpoint in a user's own job. So the drill is done with that job: both runs are real `shardwise train`
-commands in their own folders, and faults come from outside (verify/faults.py). Afterwards every step's loss,
+commands in their own folders, and faults come from outside (verify/drill_faults.py). Afterwards every step's loss,
 the data of every step and the final weights must be those of the undisturbed run (verify/compare_runs.py).
 
 What is taken from the undisturbed run: how long a step takes, to place faults inside steps and to tell a hang
@@ -32,7 +32,7 @@ from shardwise.locks import take_lock
 from shardwise.mesh import local_gpus
 from shardwise.observe import newest, read_metrics
 from shardwise.plan import fit
-from shardwise.verify.commands import TrainCommands
+from shardwise.verify.train_commands import TrainCommands
 from shardwise.verify.compare_runs import TOLERANCE, RunComparison, compare_runs
 from shardwise.verify.disturbed_run import (
     POLL_SECONDS,
@@ -42,7 +42,7 @@ from shardwise.verify.disturbed_run import (
     SurvivedFault,
     job_file,
 )
-from shardwise.verify.faults import Kind, PlannedFault, schedule
+from shardwise.verify.drill_faults import Kind, PlannedFault, schedule
 
 SHORTEST_HANG = 2.0
 HANG_STEPS, HANG_SLOWEST = 20.0, 3.0

@@ -21,21 +21,24 @@ from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary, settled
 from shardwise.errors import UserError
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
-from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
-from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
-from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
+from shardwise.verify.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
+from shardwise.verify.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
+from shardwise.verify.proof_rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
-from shardwise.verify.workers import Workers
+from shardwise.verify.proof_workers import Workers
 from shardwise.words import counted
 
-REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
-REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
-REFER_TRACE, COMPARE_TRACE = (
-    "shardwise.verify.localise:write_reference_trace",
-    "shardwise.verify.localise:compare_traces",
+REFER, COMPARE = (
+    "shardwise.verify.compare_layout:write_reference",
+    "shardwise.verify.compare_layout:compare_with_reference",
 )
-COMPRESSED = "shardwise.verify.compressed:measure_compressed"
-REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sums:short_sums"
+REFER_PLAIN = "shardwise.verify.compare_layout:write_plain_reference"
+REFER_TRACE, COMPARE_TRACE = (
+    "shardwise.verify.trace_modules:write_reference_trace",
+    "shardwise.verify.trace_modules:compare_traces",
+)
+COMPRESSED = "shardwise.verify.compressed_step:measure_compressed"
+REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sum_dtypes:short_sums"
 REFERENCE_FILE = "reference.pt"
 PLAIN_FILE = "plain.pt"
 
@@ -199,7 +202,7 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
             "layout is proven "
             "against your module on one device"
         )
-    from shardwise.verify.plain import check_known
+    from shardwise.verify.plain_torch import check_known
 
     check_known(config)
 

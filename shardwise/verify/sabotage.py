@@ -35,7 +35,7 @@ from shardwise.optim import local
 from shardwise.parallel.data import Replicated, Sharded
 from shardwise.plan import COPIES
 from shardwise.train.build import Training
-from shardwise.verify.job import SCALE, Sabotage
+from shardwise.verify.proof_job import SCALE, Sabotage
 
 Description = dict[str, Any]
 """What was broken where, for people to hold against what the proof found."""

@@ -26,7 +26,7 @@ from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.mesh import Worker, leave, peer_is_gone, through_host
 from shardwise.mesh.mesh import _rendezvous
 from shardwise.mesh.through_host import ThroughHost
-from shardwise.verify.sums import SumRecorder
+from shardwise.verify.sum_dtypes import SumRecorder
 
 Ranks = Callable[[int], Pool]
 HAS_GPU = torch.cuda.is_available()

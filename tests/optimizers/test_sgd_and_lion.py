@@ -27,7 +27,7 @@ from shardwise.parallel.placement import held
 from shardwise.plan import choose
 from shardwise.search.interval import plan_checkpoints
 from shardwise.search.search import work_of
-from shardwise.verify.plain import check_known
+from shardwise.verify.plain_torch import check_known
 from shardwise.verify.prove import prove
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.plain import plain
+from shardwise.cli.plain_data import plain_data
 from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
@@ -112,7 +112,7 @@ def test_a_wish_nothing_can_meet_says_what_the_best_is() -> None:
     assert found.days is not None
     assert found.days > 1e-6
     assert "cannot train this in 1e-06 days" in found.sentence
-    assert plain(found)["tried"][-1]["devices"] == 16
+    assert plain_data(found)["tried"][-1]["devices"] == 16
 
 
 def test_a_model_no_count_can_hold_says_so() -> None:
@@ -228,7 +228,7 @@ def test_where_the_job_itself_is_too_long_a_shorter_one_is_found() -> None:
 def test_where_nothing_fits_the_length_is_nought_with_a_reason() -> None:
     found = longest_sequence(job(), of_memory(0.55, offload=False), 1)
     assert found.length == 0
-    assert plain(found)["step_seconds"] is None
+    assert plain_data(found)["step_seconds"] is None
     assert "nothing fits" in found.sentence
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.plain import plain
+from shardwise.cli.plain_data import plain_data
 from shardwise.config import Config, from_tables
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
@@ -89,7 +89,7 @@ def test_a_batch_that_is_not_whole_is_a_point_with_a_reason() -> None:
     assert [point.works for point in points] == [True, False, True]
     assert points[1].reason is not None
     assert "not a whole number on 3" in points[1].reason
-    assert plain(points[1])["step_seconds"] is None
+    assert plain_data(points[1])["step_seconds"] is None
 
 
 def test_what_cannot_be_divided_or_does_not_fit_is_a_point_with_a_reason() -> None:

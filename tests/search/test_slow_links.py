@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.plain import plain
+from shardwise.cli.plain_data import plain_data
 from shardwise.cli.plan_show import advice_of
 from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import Cluster
@@ -199,7 +199,7 @@ def test_layouts_that_a_codec_cannot_run_on_are_not_searched() -> None:
 def test_the_quickest_comes_first(slow: SearchResult) -> None:
     found = alternatives(slow)
     assert [each.step_seconds for each in found] == sorted(each.step_seconds for each in found)
-    assert set(plain(found[0])) >= {"name", "bytes_per_step", "step_seconds", "changes", "fits"}
+    assert set(plain_data(found[0])) >= {"name", "bytes_per_step", "step_seconds", "changes", "fits"}
 
 
 def test_residuals_take_four_bytes_a_number_and_must_fit() -> None:

@@ -23,7 +23,7 @@ from shardwise.plan import choose
 from shardwise.train.build import Training, build, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.steps import Step, steps
-from shardwise.verify.plain import Rows, train_plainly
+from shardwise.verify.plain_torch import Rows, train_plainly
 
 GROUPS, STEPS = 2, 11
 Weights = dict[str, Tensor]

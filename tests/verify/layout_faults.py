@@ -1,7 +1,7 @@
 """Layouts that are broken the way real ones have been: workers run these in place of the honest tasks.
 
-`layout_faults:measured_FAULT` compares as verify/measure.py does, `layout_faults:traced_FAULT` as
-verify/localise.py, each with the fault in place on every rank, and mended again after: the reference is
+`layout_faults:measured_FAULT` compares as verify/compare_layout.py does, `layout_faults:traced_FAULT` as
+verify/trace_modules.py, each with the fault in place on every rank, and mended again after: the reference is
 traced in the same process.
 """
 
@@ -27,7 +27,7 @@ from shardwise.parallel import model as parallel_model
 from shardwise.parallel import tensor as parallel_tensor
 from shardwise.train import evaluate
 from shardwise.train.build import Training
-from shardwise.verify import localise, measure, sums
+from shardwise.verify import compare_layout, sum_dtypes, trace_modules
 
 Replace = Callable[[Any, str, Any], None]
 
@@ -176,14 +176,14 @@ def block_left_out_from_step_2(replace: Replace) -> None:
 
 
 def _change_training(replace: Replace, change: Callable[[Training], None]) -> None:
-    honest = measure.build
+    honest = compare_layout.build
 
     def build(*arguments: Any) -> Training:
         training = honest(*arguments)
         change(training)
         return training
 
-    replace(measure, "build", build)
+    replace(compare_layout, "build", build)
 
 
 def _looked_up(first_is_lost: bool, off: int) -> Callable[..., Tensor]:
@@ -239,7 +239,7 @@ def held_out_loss_of_half_the_context(replace: Replace) -> None:
         finally:
             del comm.all_reduce
 
-    replace(measure, "held_out_loss", held_out_loss)
+    replace(compare_layout, "held_out_loss", held_out_loss)
 
 
 def loads_not_summed_over_data(replace: Replace) -> None:
@@ -309,9 +309,9 @@ def rank_raises(replace: Replace) -> None:
 def __getattr__(name: str) -> Callable[..., Any]:
     side, _, fault = name.partition("_")
     honest = {
-        "measured": measure.compare_with_reference,
-        "traced": localise.compare_traces,
-        "summed": sums.short_sums,
+        "measured": compare_layout.compare_with_reference,
+        "traced": trace_modules.compare_traces,
+        "summed": sum_dtypes.short_sums,
     }[side]
     return partial(_broken, fault, honest)
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.verify import faults
-from shardwise.verify.faults import KINDS, SPACING, FullDisk, Kind, flip, schedule
+from shardwise.verify import drill_faults
+from shardwise.verify.drill_faults import KINDS, SPACING, FullDisk, Kind, flip, schedule
 
 FOUR: list[Kind] = ["kill", "hang", "corrupt", "term"]
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_committed_while_the_worker_is_stopped_is_the_one_t
         return False
 
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    damage = faults.corrupt(str(tmp_path), worker.pid, random.Random(3), save_in_flight)
+    damage = drill_faults.corrupt(str(tmp_path), worker.pid, random.Random(3), save_in_flight)
     assert worker.wait(10) == -signal.SIGKILL
     assert damage.checkpoint.endswith("step-15")
 
@@ -125,7 +125,7 @@ def test_spoiling_takes_the_newest_checkpoint_and_the_worker_with_it(tmp_path: P
     for step in (5, 10):
         commit(tmp_path, step)
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    damage = faults.corrupt(str(tmp_path), worker.pid, random.Random(3), lambda: False)
+    damage = drill_faults.corrupt(str(tmp_path), worker.pid, random.Random(3), lambda: False)
     assert worker.wait(10) == -signal.SIGKILL
     assert damage.checkpoint.endswith("step-10")
     spoilt = (tmp_path / "step-10" / damage.file).read_bytes()
@@ -135,11 +135,11 @@ def test_spoiling_takes_the_newest_checkpoint_and_the_worker_with_it(tmp_path: P
 def test_a_stopped_worker_is_alive_and_does_nothing() -> None:
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        faults.hang(worker.pid)
+        drill_faults.hang(worker.pid)
         deadline = time.monotonic() + 10
         while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < deadline
         assert worker.poll() is None
     finally:
-        faults.kill(worker.pid)
+        drill_faults.kill(worker.pid)
         worker.wait()

@@ -26,9 +26,9 @@ from shardwise.optim import make_optimizer
 from shardwise.train import build as building
 from shardwise.train import evaluate, sources
 from shardwise.train import steps as stepping
-from shardwise.verify import measure, plain
+from shardwise.verify import compare_layout, plain_torch
 from shardwise.verify.diagnose import SHARED, Diagnosis, diagnose_shared
-from shardwise.verify.job import prepare_proof
+from shardwise.verify.proof_job import prepare_proof
 from shardwise.verify.prove import prove
 from shardwise.verify.verdict import Verdict, judge
 
@@ -94,7 +94,7 @@ def compared(config: Config, folder: Path, refer: Callable[..., Any], steps: int
     torch.set_num_threads(1)
     proof = prepare_proof(config, steps, "float64")[0]
     reference = refer(ALONE, proof.on_one_device("float64"), folder / "reference.pt")
-    report = measure.compare_with_reference(ALONE, proof, folder / "reference.pt", reference)
+    report = compare_layout.compare_with_reference(ALONE, proof, folder / "reference.pt", reference)
     verdict = judge([report], reference, None, "float64")
     return Compared(verdict, diagnose_shared(verdict, [report], reference.data))
 
@@ -118,7 +118,7 @@ def test_every_family_trains_as_plain_torch_does(
     corpus: str, tmp_path: Path, family: str, train: dict[str, Any], reset: bool
 ) -> None:
     found = compared(
-        job(corpus, FAMILIES[family], reset=reset, **train), tmp_path, measure.write_plain_reference
+        job(corpus, FAMILIES[family], reset=reset, **train), tmp_path, compare_layout.write_plain_reference
     )
     assert found.verdict.passes, found.verdict.errors[0]
     assert found.verdict.errors[0].relative_error < 1e-11
@@ -127,7 +127,9 @@ def test_every_family_trains_as_plain_torch_does(
 @pytest.mark.parametrize("family", ["gpt2", "shared experts"])
 def test_answers_are_learnt_as_in_plain_torch(conversations: str, tmp_path: Path, family: str) -> None:
     found = compared(
-        job(conversations, FAMILIES[family], reset=False, **CLIPPED), tmp_path, measure.write_plain_reference
+        job(conversations, FAMILIES[family], reset=False, **CLIPPED),
+        tmp_path,
+        compare_layout.write_plain_reference,
     )
     assert found.verdict.passes, found.verdict.errors[0]
     assert found.verdict.errors[0].relative_error < 1e-11
@@ -150,7 +152,9 @@ def test_plain_torch_reads_several_sources_in_the_order_of_training(corpus: str,
     data = {"sources": sources, "sequence_length": 40, "reset_attention": True}
     config = from_tables({"model": LLAMA, "data": data, "train": {"global_batch": 50, "seed": 7}})
     dataset = Dataset.open(config.data, config.train.seed)
-    reader = plain.Reader(config, [plain.Text(stream.tokens.folder) for stream in dataset.streams], weights)
+    reader = plain_torch.Reader(
+        config, [plain_torch.Text(stream.tokens.folder) for stream in dataset.streams], weights
+    )
     for step in (1, 9):
         ours, own = dataset.sequences((step - 1) * 50, 50), reader.batch(step)
         for theirs, mine in zip(
@@ -303,10 +307,10 @@ def test_a_fault_that_all_layouts_share_is_seen_against_plain_torch_alone(
 ) -> None:
     config = job(corpus, FAMILIES[family], warmup=0, micro_batch=4)
     with fault():
-        assert compared(config, tmp_path, measure.write_reference).verdict.passes, (
+        assert compared(config, tmp_path, compare_layout.write_reference).verdict.passes, (
             "the usual proof cannot see it"
         )
-        found = compared(config, tmp_path, measure.write_plain_reference)
+        found = compared(config, tmp_path, compare_layout.write_plain_reference)
     assert not found.verdict.passes
     (cause,) = found.shared.causes
     assert cause.what == f"{SHARED} {named}"
@@ -314,7 +318,7 @@ def test_a_fault_that_all_layouts_share_is_seen_against_plain_torch_alone(
 
 def test_the_weights_of_a_wrong_update_are_named(corpus: str, tmp_path: Path) -> None:
     with decayed_norms():
-        found = compared(job(corpus, LLAMA), tmp_path, measure.write_plain_reference, steps=1)
+        found = compared(job(corpus, LLAMA), tmp_path, compare_layout.write_plain_reference, steps=1)
     (cause,) = found.shared.causes
     assert set(cause.parameters) == {"embedding.weight", "norm.weight"} | {
         f"blocks.{layer}.{norm}_norm.weight" for layer in range(2) for norm in ("attention", "feed_forward")
@@ -364,14 +368,14 @@ def test_what_plain_torch_does_not_know_is_refused(
 def test_a_setting_that_is_new_to_plain_torch_is_refused(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "NUMBERS", plain.NUMBERS - {"qk_norm"})
-    plain.check_known(job(corpus, LLAMA))
+    monkeypatch.setattr(plain_torch, "NUMBERS", plain_torch.NUMBERS - {"qk_norm"})
+    plain_torch.check_known(job(corpus, LLAMA))
     with pytest.raises(UserError, match=r"does not know model.qk_norm = True"):
-        plain.check_known(job(corpus, QWEN))
+        plain_torch.check_known(job(corpus, QWEN))
 
 
 def test_plain_torch_shares_no_code_with_what_it_is_held_against() -> None:
-    tree = ast.parse(Path(plain.__file__).read_text())
+    tree = ast.parse(Path(plain_torch.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     assert {name for name in imported if name.startswith("shardwise")} == {

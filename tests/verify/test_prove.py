@@ -12,7 +12,7 @@ from ranks.jobs import GPT, LLAMA
 from shardwise.config import Config, from_tables
 from shardwise.errors import RunFailed, UserError
 from shardwise.verify import prove as proving
-from shardwise.verify.job import prepare_proof
+from shardwise.verify.proof_job import prepare_proof
 from shardwise.verify.prove import ProofResult, prove
 
 MODEL = {**LLAMA, "heads": 4, "kv_heads": 2, "hidden": 24}

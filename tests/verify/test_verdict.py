@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.verify.reports import Key, RankReport, Reference, SliceComparison
+from shardwise.verify.rank_reports import Key, RankReport, Reference, SliceComparison
 from shardwise.verify.verdict import Verdict, judge
 
 SHAPE = (4, 2)

@@ -6,9 +6,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 
-def plain(answer: Any) -> Any:
+def plain_data(answer: Any) -> Any:
     """A dataclass as a dictionary, those inside it too, without fields that are not shown (`repr=False`):
     jobs, searches."""
     if is_dataclass(answer):
-        return {field.name: plain(getattr(answer, field.name)) for field in fields(answer) if field.repr}
-    return [plain(part) for part in answer] if isinstance(answer, tuple) else answer
+        return {field.name: plain_data(getattr(answer, field.name)) for field in fields(answer) if field.repr}
+    return [plain_data(part) for part in answer] if isinstance(answer, tuple) else answer

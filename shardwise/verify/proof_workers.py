@@ -31,7 +31,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
 from shardwise.resilience.server import start_server
 
-PRELOAD = ["shardwise.verify.measure", "shardwise.verify.localise", "shardwise.verify.sums"]
+PRELOAD = ["shardwise.verify.compare_layout", "shardwise.verify.trace_modules", "shardwise.verify.sum_dtypes"]
 SECONDS = 600.0
 """After this long without an answer the workers are taken to wait for each other in vain."""
 

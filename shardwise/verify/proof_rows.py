@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from shardwise.data import Dataset, Rows
 from shardwise.data.dataset import IGNORED, rows_of
 from shardwise.plan.chunks import largest_part
-from shardwise.verify.job import ProofJob
+from shardwise.verify.proof_job import ProofJob
 
 FREQUENT = 4
 """One token in so many is the frequent one."""

@@ -37,12 +37,12 @@ from shardwise.train.evaluate import held_out_loss
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.shares import Shares
 from shardwise.train.steps import Step, steps
-from shardwise.verify.job import ProofJob, Sabotage
-from shardwise.verify.plain import PlainStep, Reader, Text, checksum, train_plainly
-from shardwise.verify.plain import Rows as PlainRows
-from shardwise.verify.plain import held_out_loss as plain_held_out_loss
-from shardwise.verify.reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
-from shardwise.verify.rows import ProofDataset
+from shardwise.verify.proof_job import ProofJob, Sabotage
+from shardwise.verify.plain_torch import PlainStep, Reader, Text, checksum, train_plainly
+from shardwise.verify.plain_torch import Rows as PlainRows
+from shardwise.verify.plain_torch import held_out_loss as plain_held_out_loss
+from shardwise.verify.rank_reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
+from shardwise.verify.proof_rows import ProofDataset
 from shardwise.verify.sabotage import apply_sabotage
 
 
@@ -113,7 +113,7 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
 
 
 def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
-    """Train in plain torch (verify/plain.py), from the first weights and the prepared folders that one device
+    """Train in plain torch (verify/plain_torch.py), from the first weights and the prepared folders that one device
     has."""
     training = build_proof(worker, proof)
     rows, tensors, done = _PlainRows.of(training), dict[Key, Tensor](), list[PlainStep]()
@@ -147,7 +147,7 @@ def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Refere
 
 @dataclass(frozen=True)
 class _PlainRows:
-    """The rows of a proof as verify/plain.py reads them, but for those that the proof makes, which are given
+    """The rows of a proof as verify/plain_torch.py reads them, but for those that the proof makes, which are given
     to it."""
 
     reader: Reader

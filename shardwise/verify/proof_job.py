@@ -6,7 +6,7 @@ proof's steps (in a long warm-up the learning rate is near zero, so that no weig
 update would go unseen; here it rises and falls), blocks are not compiled, and everything runs on CPU
 processes. On GPUs, where that is asked for (`run.device`), blocks are compiled if the job says so; the
 reference is one CPU process all the same. Between the rows of the job's data are others, made to reach what
-its text may never (verify/rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it,
+its text may never (verify/proof_rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it,
 and on one device into none; and a global batch and one row more are evaluated on.
 """
 
@@ -149,13 +149,13 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "decay": 2,
         "compile": train.compile is True and config.run.device == "cuda",
         "check_every": 0,
-        "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/measure.py)
+        "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/compare_layout.py)
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
 
 
 Against = Literal["one-device", "plain"]
-"""What a layout is held against: this code on one device, or verify/plain.py."""
+"""What a layout is held against: this code on one device, or verify/plain_torch.py."""
 
 Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
 """What verify/sabotage.py can break."""

@@ -43,9 +43,9 @@ from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
 from shardwise.train.build import Training
-from shardwise.verify.job import ProofJob, Sabotage
-from shardwise.verify.measure import build_proof, watch
-from shardwise.verify.reports import Key, ModuleDifference, RankTrace
+from shardwise.verify.proof_job import ProofJob, Sabotage
+from shardwise.verify.compare_layout import build_proof, watch
+from shardwise.verify.rank_reports import Key, ModuleDifference, RankTrace
 from shardwise.verify.sabotage import apply_sabotage
 from shardwise.verify.verdict import EXACT, LIMIT
 

@@ -34,9 +34,9 @@ from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.parallel.placement import held
 from shardwise.train.build import Training
-from shardwise.verify.job import ProofJob
-from shardwise.verify.measure import build_proof, watch
-from shardwise.verify.reports import CompressedReport, Reference
+from shardwise.verify.proof_job import ProofJob
+from shardwise.verify.compare_layout import build_proof, watch
+from shardwise.verify.rank_reports import CompressedReport, Reference
 
 
 def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: Reference) -> CompressedReport:

@@ -25,9 +25,9 @@ from shardwise._torch import DispatchMode
 from shardwise.comm import gloo
 from shardwise.mesh import Worker, through_host
 from shardwise.parallel import ring
-from shardwise.verify.job import ProofJob
-from shardwise.verify.measure import build_proof, watch
-from shardwise.verify.reports import ShortSum
+from shardwise.verify.proof_job import ProofJob
+from shardwise.verify.compare_layout import build_proof, watch
+from shardwise.verify.rank_reports import ShortSum
 
 _IN_PLACE = ("add_", "sub_", "addcmul_", "addcdiv_", "addmm_", "addbmm_", "baddbmm_", "_foreach_add_")
 _REDUCTIONS = ("sum", "cumsum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_",
