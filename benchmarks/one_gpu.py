@@ -173,8 +173,8 @@ def prove_rows(rows: list[Row], results: Path, seconds: float) -> None:
     from contextlib import ExitStack
 
     from shardwise.config import read
-    from shardwise.verify.prove import prove
     from shardwise.verify.proof_workers import Workers
+    from shardwise.verify.prove import prove
 
     with ExitStack() as stack:
         workers: Workers | None = None

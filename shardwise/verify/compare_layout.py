@@ -1,14 +1,14 @@
-"""Both sides of the comparison, inside the workers: one device writes the reference, every rank compares its
-part with it.
+"""The comparison inside the workers: one device writes the reference, and every rank compares its part with
+it.
 
-The loop is the one that trains (train/steps.py), merely watched: after each backward, when gradients are
-complete and not yet divided for the update; when the loads of experts are taken; and after the last step,
-which is followed by an evaluation. A rank compares what it holds itself, slice by slice, so every copy on
-every rank is checked, and a whole parameter is put together nowhere but in the reference. The file is mapped,
-not read: ranks of one machine share its pages.
+Training runs in the ordinary loop (train/steps.py), which is only observed: after each backward, when
+gradients are complete and not yet divided for the update; when the loads of experts are computed; and after
+the last step, which is followed by an evaluation. A rank compares what it holds, slice by slice, so every
+copy on every rank is checked, and no whole parameter is assembled except in the reference. The file of the
+reference is memory-mapped, so that the ranks of one machine share its pages.
 
-What a rank reports of a slice are three sums, from which errors and ratios follow for any union of slices:
-the squares of the difference, of the reference and of its own values, and the product of the last two.
+For each slice a rank reports four sums, from which errors and ratios follow for any union of slices: the
+squares of the difference, of the reference and of the rank's values, and the product of the last two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.config import AXES
 from shardwise.data import Rows
+from shardwise.data.batches import Batch
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import Head
@@ -37,17 +37,17 @@ from shardwise.train.evaluate import held_out_loss
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.shares import Shares
 from shardwise.train.steps import Step, steps
-from shardwise.verify.proof_job import ProofJob, Sabotage
 from shardwise.verify.plain_torch import PlainStep, Reader, Text, checksum, train_plainly
 from shardwise.verify.plain_torch import Rows as PlainRows
 from shardwise.verify.plain_torch import held_out_loss as plain_held_out_loss
-from shardwise.verify.rank_reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
+from shardwise.verify.proof_job import ProofJob, Sabotage
 from shardwise.verify.proof_rows import ProofDataset
+from shardwise.verify.rank_reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
 from shardwise.verify.sabotage import apply_sabotage
 
 
 def build_proof(worker: Worker, proof: ProofJob) -> Training:
-    """The job of a proof on this rank: its rows, and its chunks of the loss."""
+    """Build the training of a proof on this rank, with the rows and the loss chunks of the proof."""
     training = build(proof.config, proof.plan, worker, ProofDataset.of(proof))
     if proof.uneven:
         training.shares = _uneven(training.shares, training.plan.accumulation)
@@ -59,8 +59,11 @@ def build_proof(worker: Worker, proof: ProofJob) -> Training:
 
 
 def _uneven(shares: Shares, least: int) -> Shares:
-    """Each second device has given a row to the one before it, where it has one to give: what is proven is
-    not the even split."""
+    """Return shares in which every second device has given one row to the device before it, where it has one
+    to give.
+
+    So the proof does not cover the even split alone.
+    """
     rows = list(shares.rows)
     for giver in range(1, len(rows), 2):
         if rows[giver] > least:
@@ -69,7 +72,7 @@ def _uneven(shares: Shares, least: int) -> Shares:
 
 
 def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
-    """Train on one device, and write gradients and weights to a file."""
+    """Train on one device, write gradients and weights to a file, and return the numbers of the reference."""
     training = build_proof(worker, proof)
     check_summed_loss(training)
     tensors: dict[Key, Tensor] = {}
@@ -80,8 +83,7 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
             if parameter.grad is None:
                 raise UserError(
                     f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or "
-                    f"give it "
-                    "requires_grad=False, and it is not trained"
+                    f"give it requires_grad=False, and it is not trained"
                 )
             tensors[name, "gradient", step] = parameter.grad.detach().clone()
 
@@ -91,8 +93,7 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
         if not torch.equal(parameter, frozen[name]):
             raise UserError(
                 f"{name} has requires_grad=False, and forward changes it; what forward changes must be a "
-                f"buffer, which devices "
-                "do not share"
+                f"buffer, which devices do not share"
             )
     for name, quantity, tensor in _state(training):
         tensors[name, quantity, proof.steps] = tensor.detach().clone()
@@ -113,8 +114,8 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
 
 
 def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
-    """Train in plain torch (verify/plain_torch.py), from the first weights and the prepared folders that one device
-    has."""
+    """Train in plain torch (verify/plain_torch.py), from the initial weights and the prepared data of one
+    device, and write the reference like `write_reference`."""
     training = build_proof(worker, proof)
     rows, tensors, done = _PlainRows.of(training), dict[Key, Tensor](), list[PlainStep]()
     weights = {name: parameter.detach().clone() for name, parameter in training.parallel.named_parameters()}
@@ -126,12 +127,29 @@ def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Refere
     tensors |= {(name, "weight", proof.steps): weight for name, weight in weights.items()}
     tensors |= {(name, "buffer", proof.steps): buffer for name, buffer in buffers.items()}
     torch.save(tensors, path)
-    numbers = {("", "loss", step.step): step.loss for step in done}
-    numbers |= {("", "gradient norm", step.step): step.norm for step in done}
-    if proof.config.model.experts:
-        numbers |= {("", "expert imbalance", step.step): step.imbalance for step in done}
+    numbers = _plain_numbers(done, bool(proof.config.model.experts))
     if (held_out := rows.held_out()) is not None:
         numbers["", HELD_OUT, proof.steps] = plain_held_out_loss(proof.config, weights, buffers, held_out)
+    return _plain_reference(done, tensors, numbers, weights, buffers, rows)
+
+
+def _plain_numbers(done: Sequence[PlainStep], has_experts: bool) -> dict[Key, float]:
+    """Return the numbers of plain torch's steps that belong to no parameter."""
+    numbers = {("", "loss", step.step): step.loss for step in done}
+    numbers |= {("", "gradient norm", step.step): step.norm for step in done}
+    if has_experts:
+        numbers |= {("", "expert imbalance", step.step): step.imbalance for step in done}
+    return numbers
+
+
+def _plain_reference(
+    done: Sequence[PlainStep],
+    tensors: dict[Key, Tensor],
+    numbers: dict[Key, float],
+    weights: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    rows: _PlainRows,
+) -> Reference:
     return Reference(
         losses=[step.loss for step in done],
         norms=[step.norm for step in done],
@@ -147,29 +165,29 @@ def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Refere
 
 @dataclass(frozen=True)
 class _PlainRows:
-    """The rows of a proof as verify/plain_torch.py reads them, but for those that the proof makes, which are given
-    to it."""
+    """The rows of a proof as verify/plain_torch.py reads them. The rows that the proof generates are given to
+    it."""
 
     reader: Reader
     dataset: ProofDataset
 
     @classmethod
     def of(cls, training: Training) -> _PlainRows:
-        """For the job of a proof."""
+        """Return the rows for the training of a proof."""
         dataset = training.dataset
         assert isinstance(dataset, ProofDataset), "a proof trains on rows of its own"
         texts = [Text(stream.tokens.folder) for stream in dataset.streams]
         return cls(Reader(training.config, texts, [stream.weight for stream in dataset.streams]), dataset)
 
     def batch(self, step: int) -> PlainRows:
-        """The global batch of a step, counted from 1."""
+        """Return the global batch of a step, counted from 1."""
         size = self.reader.config.train.global_batch
         places = range((step - 1) * size, step * size)
         made = [self.dataset.is_made(place) for place in places]
         return _with_made(self.reader.batch(step), self.dataset.sequences(places.start, size), made)
 
     def held_out(self) -> PlainRows | None:
-        """What is evaluated on."""
+        """Return the held-out rows of the evaluation, or None if there are none."""
         count = min(self.dataset.held_out_count, self.reader.config.train.evaluate_sequences)
         if not count:
             return None
@@ -177,19 +195,20 @@ class _PlainRows:
         return _with_made(self.reader.held_out(count), self.dataset.held_out_rows(0, count), made)
 
 
-def _with_made(own: PlainRows, given: Rows, made: Sequence[bool]) -> PlainRows:
+def _with_made(read: PlainRows, given: Rows, made: Sequence[bool]) -> PlainRows:
+    """Return the rows that plain torch read, with the generated ones taken from the given rows."""
     documents = np.zeros_like(given.inputs) if given.documents is None else given.documents
-    inputs, targets, documents_of = (
-        torch.where(torch.tensor(made)[:, None], torch.from_numpy(theirs), mine)
-        for mine, theirs in zip(own, (given.inputs, given.targets, documents), strict=True)
+    inputs, targets, document_numbers = (
+        torch.where(torch.tensor(made)[:, None], torch.from_numpy(generated), own)
+        for own, generated in zip(read, (given.inputs, given.targets, documents), strict=True)
     )
-    return inputs, targets, documents_of
+    return inputs, targets, document_numbers
 
 
 def compare_with_reference(
     worker: Worker, proof: ProofJob, path: Path, reference: Reference, sabotage: Sabotage | None = None
 ) -> RankReport:
-    """Train on the layout, and compare everything that this rank has with the file."""
+    """Train on the layout, and compare everything that this rank holds with the reference file."""
     training = build_proof(worker, proof)
     sabotaged = apply_sabotage(sabotage, training) if sabotage else None
     tensors = torch.load(path, mmap=True)
@@ -201,19 +220,16 @@ def compare_with_reference(
             if parameter.grad is None:
                 missing[name] = None
             else:
-                slices.append(
-                    _compare_slice((name, "gradient", step), parameter, local(parameter.grad), tensors)
-                )
+                gradient = local(parameter.grad)
+                slices.append(_compare_slice((name, "gradient", step), parameter, gradient, tensors))
 
     loads = watch_loads(training)
     done = watch(training, proof.steps, check)
     for name, quantity, tensor in _state(training):
         slices.append(_compare_slice((name, quantity, proof.steps), tensor, local(tensor), tensors))
     slices += [_compare_slice(key, load, load, tensors) for key, load in loads.items()]
-    slices += [
-        _compare_number(key, own, reference.numbers[key])
-        for key, own in _numbers(done, held_out_loss(training))
-    ]
+    numbers = _numbers(done, held_out_loss(training))
+    slices += [_compare_number(key, number, reference.numbers[key]) for key, number in numbers]
     return RankReport(
         rank=worker.rank,
         coordinates={axis: training.mesh.coordinate(axis) for axis in AXES},
@@ -239,15 +255,19 @@ def watch(
     look: Callable[[int], None],
     begin: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
-    """Train so many steps as always, looking at the gradients of each once they are complete; `begin` is
-    called before each. In eval mode: dropout draws for a whole micro-batch, and those of the layout are
-    others than those of one device."""
+    """Train `count` steps in the ordinary loop; call `begin` before each step, and `look` when its gradients
+    are complete.
+
+    The model is in eval mode: dropout draws one mask for a whole micro-batch, and the micro-batches of a
+    layout are not those of one device.
+    """
     parallel, original = training.parallel, training.parallel.forward_backward
 
-    def watched(batch: Sequence[Any], factor: Tensor) -> Tensor:
+    def watched(batch: Sequence[Batch], factor: Tensor) -> Tensor:
         begin(training.step + 1)
         loss = original(batch, factor)
-        if parallel.scales is None or not bool(parallel.scales.see().outgrown):  # else the step is made again
+        # A step whose float8 scales were outgrown is done again.
+        if parallel.scales is None or not bool(parallel.scales.see().outgrown):
             look(training.step + 1)
         return loss
 
@@ -257,7 +277,7 @@ def watch(
 
 
 def watch_loads(training: Training) -> dict[Key, Tensor]:
-    """What each step takes for the loads of this rank's mixtures of experts, as it trains."""
+    """Return a dictionary that fills, during training, with the loads of this rank's experts in each step."""
     parallel, original = training.parallel, training.parallel.take_loads
     paths = {module: path for part in parallel.parts for path, module in part.model.named_modules()}
     loads: dict[Key, Tensor] = {}
@@ -273,8 +293,8 @@ def watch_loads(training: Training) -> dict[Key, Tensor]:
 
 
 def _idle_experts(loads: dict[Key, Tensor]) -> dict[str, list[int]]:
-    """By the path of a mixture, the experts that no token chose in any step; a mixture without such is left
-    out."""
+    """Return, by path of each mixture of experts, the experts that no token chose in any step. A mixture
+    without such experts is left out."""
     total: dict[str, Tensor] = {}
     for (path, _, _), load in loads.items():
         total[path] = total.get(path, torch.zeros_like(load)) + load
@@ -283,14 +303,13 @@ def _idle_experts(loads: dict[Key, Tensor]) -> dict[str, list[int]]:
 
 
 def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[str, int]:
-    """The axes that the gradient of a parameter is summed over; several that are summed at once count as
-    one."""
+    """Return the axes over which the gradient of a parameter is summed, with their sizes. Axes that are
+    summed at once count as one."""
     mesh, parallel = training.mesh, training.parallel
     role = parallel.table.role(name.rpartition(".")[0])
     expert = role is not None and role.kind == "experts"
-    together = "expert_data" if expert else "data x context"
-    zero = mesh.layout.zero
-    copies = (COPIES if not expert else f"replica x {together}",) if not zero else (together, "replica")
+    shards = "expert_data" if expert else "data x context"
+    copies = [shards, "replica"] if mesh.layout.zero else [f"replica x {shards}" if expert else COPIES]
     sums = [(mesh.label(axis), mesh.size(axis)) for axis in copies]
     if not expert and "tensor" not in sharded_axes(parameter):
         sums.append(("tensor", mesh.size("tensor")))
@@ -300,23 +319,17 @@ def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[s
 
 
 def _trained(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
-    return (
-        (name, parameter)
-        for name, parameter in training.parallel.named_parameters()
-        if parameter.requires_grad
-    )
+    named = training.parallel.named_parameters()
+    return ((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
 def _frozen(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
-    return (
-        (name, parameter)
-        for name, parameter in training.parallel.named_parameters()
-        if not parameter.requires_grad
-    )
+    named = training.parallel.named_parameters()
+    return ((name, parameter) for name, parameter in named if not parameter.requires_grad)
 
 
 def _is_reference(key: Key, holder: Tensor, tensors: dict[Key, Tensor]) -> bool:
-    """Whether this rank's slice is the reference's to the bit."""
+    """Return whether this rank's slice equals the reference to the bit."""
     return torch.equal(local(holder.detach()).cpu(), tensors[key][held(holder)].to(holder.dtype))
 
 
@@ -328,7 +341,7 @@ def _state(training: Training) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _numbers(done: Sequence[Step], held_out: float | None) -> Iterator[tuple[Key, float]]:
-    """What each step said of itself, and the evaluation after the last."""
+    """Yield the numbers that each step reports, and the held-out loss after the last step."""
     for step in done:
         yield ("", "loss", step.step), step.loss
         yield ("", "gradient norm", step.step), step.gradient_norm
@@ -338,31 +351,31 @@ def _numbers(done: Sequence[Step], held_out: float | None) -> Iterator[tuple[Key
         yield ("", HELD_OUT, len(done)), held_out
 
 
-def _compare_number(key: Key, own: float, reference: float) -> SliceComparison:
-    return SliceComparison(key, (), (own - reference) ** 2, reference**2, own**2, own * reference)
+def _compare_number(key: Key, actual: float, reference: float) -> SliceComparison:
+    difference = (actual - reference) ** 2
+    return SliceComparison(key, (), difference, reference**2, actual**2, actual * reference)
 
 
-def _compare_slice(key: Key, holder: Tensor, own: Tensor, tensors: dict[Key, Tensor]) -> SliceComparison:
+def _compare_slice(key: Key, holder: Tensor, values: Tensor, tensors: dict[Key, Tensor]) -> SliceComparison:
+    """Compare this rank's values with the slice of the reference that `holder` holds."""
     where = held(holder)
-    reference, own = tensors[key][where].double(), own.detach().cpu().double()
-    assert own.shape == reference.shape, (
-        f"{key[0]}: this rank holds {tuple(own.shape)}, not {tuple(reference.shape)}"
-    )
-    box = tuple((part.start, part.stop) for part in where)
+    reference, actual = tensors[key][where].double(), values.detach().cpu().double()
+    shapes = tuple(actual.shape), tuple(reference.shape)
+    assert actual.shape == reference.shape, f"{key[0]}: this rank holds {shapes[0]}, not {shapes[1]}"
     return SliceComparison(
         key,
-        box,
-        _squares(own - reference),
-        _squares(reference),
-        _squares(own),
-        float((own * reference).sum()),
+        box=tuple((part.start, part.stop) for part in where),
+        difference=_squares(actual - reference),
+        reference=_squares(reference),
+        actual=_squares(actual),
+        product=float((actual * reference).sum()),
     )
 
 
 def _all_squares(tensors: dict[Key, Tensor], numbers: dict[Key, float]) -> dict[Key, float]:
     return {
         **{key: _squares(tensor) for key, tensor in tensors.items()},
-        **{key: own**2 for key, own in numbers.items()},
+        **{key: number**2 for key, number in numbers.items()},
     }
 
 

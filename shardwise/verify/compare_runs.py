@@ -1,15 +1,14 @@
-"""Whether two runs of a job are one and the same: every step's loss, the data of every step, and the weights
-at the end.
+"""Compare two runs of the same job: the loss of every step, the data of every step, and the final weights.
 
-On one layout the sums are made in the same order, so losses, gradient norms, weights and optimizer state must
-have the same bits. A run that went on with fewer workers for a while added the same numbers in another order;
-from then on it differs by roundings, which training carries on. There losses must agree to `TOLERANCE`, and
-each weight to `WEIGHT_FACTOR` times as much: AdamW divides a gradient by its own size, so that where a
-gradient is near zero its rounding is as large as itself.
+On one layout all sums are taken in the same order, so losses, gradient norms, weights and optimizer state
+must be equal to the bit. A run that continued with fewer workers for a while added the same numbers in
+another order. From then on it differs by rounding errors, which training carries on. There losses must agree
+to `TOLERANCE`, and each weight to `WEIGHT_FACTOR` times as much: AdamW divides a gradient by its own
+magnitude, so where a gradient is near zero, its rounding error is as large as the gradient.
 
-Data has no rounding. Each step has a checksum of the sequences it read (data/batches.py), whatever rank read
-them: a checksum that occurs more often than in the undisturbed run was repeated, one that occurs less often
-was skipped.
+Data has no rounding. Each step has a checksum of the sequences it read (data/batches.py), whichever rank read
+them. A checksum that occurs more often than in the undisturbed run means that data was repeated; one that
+occurs less often means that data was skipped.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.contents import Contents
 
 TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
-"""Largest relative difference of a loss after the layout changed; a float32 job is then drilled in float64
-(drill.py)."""
+"""Largest relative difference of a loss that is allowed after the layout changed. A float32 job is not in
+this table, because drill.py runs it in float64 when the layout changes."""
 WEIGHT_FACTOR = 10.0
 SHOWN = 3
 
@@ -39,39 +38,39 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What was compared, and what differs. Steps are numbers; weights are names with how far they are
-    apart."""
+    """The result of comparing two runs: which steps and which tensors differ."""
 
     steps: int
     tolerance: float | None
-    """None: the same bits."""
+    """Largest relative difference of a loss that is allowed; None means that all bits must be equal."""
     missing: list[int]
     doubled: list[int]
     losses: list[int]
-    """Steps whose loss, or on the same layout gradient norm, differs."""
+    """Steps whose loss differs; where all bits must be equal, also steps whose gradient norm differs."""
     worst_loss: float
     data_repeated: list[int]
     data_skipped: list[int]
     data_differs: list[int]
-    """Steps that read something else than they should have, and are in neither of the two."""
+    """Steps that read other data than they should, where that data was neither repeated nor skipped."""
     weights: dict[str, float]
-    """What differs, with the norm of the difference over that of the undisturbed one."""
+    """Names of the tensors that differ, each with the norm of the difference over the norm of the undisturbed
+    tensor."""
     worst_weight: float
     tensors: int
 
     @property
     def loss_equal(self) -> bool:
-        """Every step is there once, with the same loss."""
+        """Whether every step was recorded exactly once, with the same loss."""
         return not (self.missing or self.doubled or self.losses)
 
     @property
     def weights_equal(self) -> bool:
-        """All tensors of the last checkpoint are the same."""
+        """Whether all compared tensors of the last checkpoint are the same."""
         return not self.weights
 
     @property
     def equal(self) -> bool:
-        """Nothing differs."""
+        """Whether losses, data and weights of the two runs are the same."""
         return (
             self.loss_equal
             and self.weights_equal
@@ -79,7 +78,7 @@ class RunComparison:
         )
 
     def sentences(self) -> list[str]:
-        """What differs, in words."""
+        """Return one sentence for each kind of difference."""
         differences = {
             "steps that are missing in the records": self.missing,
             "steps that are twice in the records": self.doubled,
@@ -93,14 +92,14 @@ class RunComparison:
         return [*lines, *([f"tensors that differ at the end: {_shortened(names)}"] if names else [])]
 
 
-def _shortened(which: Sequence[Any]) -> str:
+def _shortened(which: Sequence[object]) -> str:
     rest = f" and {len(which) - SHOWN} more" if len(which) > SHOWN else ""
     return ", ".join(map(str, which[:SHOWN])) + rest
 
 
 def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> RunComparison:
-    """Compare two run folders of the same job; to the bit, unless a relative tolerance for losses is
-    given."""
+    """Compare two run folders of the same job. All bits must be equal, unless a relative tolerance for losses
+    is given."""
     first, second = (
         list(read_metrics(folder, needs=("loss", "gradient_norm", "data")))
         for folder in (undisturbed, drilled)
@@ -126,7 +125,7 @@ def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float 
 
 
 def _losses(first: Records, second: Records, tolerance: float | None) -> tuple[list[int], float]:
-    """Steps that differ, and the largest relative difference of a loss."""
+    """Return the steps that differ, and the largest relative difference of a loss."""
     truth = {record["step"]: record for record in first}
     differing, worst = set(), 0.0
     for record in second:
@@ -136,9 +135,8 @@ def _losses(first: Records, second: Records, tolerance: float | None) -> tuple[l
         gap = _relative(expected["loss"], record["loss"])
         worst = max(worst, gap)
         keys = ("loss", "gradient_norm") if tolerance is None else ()
-        if any(float.hex(float(record[key])) != float.hex(float(expected[key])) for key in keys) or gap > (
-            tolerance or 0.0
-        ):
+        same_bits = all(float.hex(float(record[key])) == float.hex(float(expected[key])) for key in keys)
+        if not same_bits or gap > (tolerance or 0.0):
             differing.add(record["step"])
     return sorted(differing), worst
 
@@ -151,8 +149,8 @@ def _relative(expected: float, actual: float) -> float:
 
 
 def compare_data(first: Records, second: Records) -> tuple[list[int], list[int], list[int]]:
-    """Steps of the second that repeat data, steps of the first whose data is missing there, steps that read
-    something else."""
+    """Return the steps of the second run that repeat data, the steps of the first run whose data the second
+    run never read, and the steps of the second run that read other data."""
     truth = {record["step"]: record["data"] for record in first}
     expected, actual = Counter(truth.values()), Counter(record["data"] for record in second)
     wrong = [record["step"] for record in second if truth.get(record["step"]) != record["data"]]
@@ -168,8 +166,8 @@ def compare_data(first: Records, second: Records) -> tuple[list[int], list[int],
 def _weights(
     undisturbed: Path, drilled: Path, tolerance: float | None
 ) -> tuple[dict[str, float], float, int]:
-    """Tensors that differ, the largest relative difference of a weight, and how many tensors were
-    compared."""
+    """Return the tensors that differ, the largest relative difference of a weight, and the number of tensors
+    that were compared."""
     from shardwise.checkpoint.contents import Contents
 
     folders = [checkpoints(folder / "checkpoints")[-1:] for folder in (undisturbed, drilled)]
@@ -188,8 +186,11 @@ def _weights(
 
 
 def _gap(expected_in: Contents, actual_in: Contents, key: StateKey) -> float:
-    """The norm of the difference over the norm of the first; 0 only for the same bits, infinite where one is
-    missing."""
+    """Return the norm of the difference over the norm of the expected tensor.
+
+    The result is 0 only if all bits are equal, and infinite if the tensor is missing in one of the
+    checkpoints.
+    """
     import torch
 
     if key not in expected_in.tensors or key not in actual_in.tensors:
@@ -201,4 +202,6 @@ def _gap(expected_in: Contents, actual_in: Contents, key: StateKey) -> float:
     if torch.equal(expected.view(torch.uint8), actual.view(torch.uint8)):
         return 0.0
     gap = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
-    return gap if gap > 0 else float("inf") if gap != gap else 5e-324
+    if gap != gap:
+        return float("inf")
+    return gap or 5e-324  # the smallest number above 0: the bits differ

@@ -1,17 +1,17 @@
-"""What a proof checks of compressed gradients and weights, with which a layout does not compute what one
-device computes.
+"""Check the first step of a layout that compresses gradients or weights.
 
-The layout is proven without compression first. Then its first step is done with it. For gradients two things
-must hold: what every device was given and what all devices keep for later add up to the gradient of one
-device, so nothing is lost; and devices that hold the same weights got the same bits. A codec without error
-feedback keeps nothing, and only the latter is checked.
+With compression a layout does not compute what one device computes. So the layout is proven without
+compression first, and then one step is done with compression. Two things must hold for gradients. What every
+device received and what all devices keep for later must add up to the gradient of one device, so that nothing
+is lost. And devices that hold the same weights must receive the same bits. A codec without error feedback
+keeps nothing; for such a codec only the second point is checked.
 
 For weights, all devices must compute with the same ones, in forward and in backward. A device that used its
-own shard as it is, while others have it rounded, would compute with another model. The gradient does not show
-that: rounded weights change it anyway. So every unit of FSDP2 is looked at after it was gathered, before its
-forward and before its backward.
+own shard without rounding, while others have it rounded, would compute with another model. The gradient does
+not show that, because rounded weights change it anyway. So the weights of every FSDP2 unit are read after
+they were gathered, before its forward and before its backward.
 
-How far the gradient of the step is off is reported for both.
+In both cases the relative error of the step's gradient is reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +33,14 @@ from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.parallel.placement import held
 from shardwise.train.build import Training
-from shardwise.verify.proof_job import ProofJob
 from shardwise.verify.compare_layout import build_proof, watch
+from shardwise.verify.proof_job import ProofJob
 from shardwise.verify.rank_reports import CompressedReport, Reference
 
 
 def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: Reference) -> CompressedReport:
-    """The first step of a layout with compression, against the gradients of one device in a file."""
+    """Do the first step of a layout with compression, and compare it with one device's gradients in a
+    file."""
     training = build_proof(worker, proof)
     gradients: dict[str, tuple[tuple[slice, ...], Tensor]] = {}
 
@@ -56,24 +56,25 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
     truth = torch.load(path, mmap=True)
     lost = off = size = 0.0
     for name, shape in reference.shapes.items():  # in one order on all ranks
-        kept = _kept_by_all(training, name, shape)
+        residual = _residual_of_all(training, name, shape)
         if name not in gradients:
             continue
-        where, own = gradients[name]
+        where, received = gradients[name]
         expected = truth[name, "gradient", 1][where]
         largest = float(expected.abs().max()) if expected.numel() else 0.0
-        if own.numel() and largest:
-            lost = max(lost, float((own + kept[where] - expected).abs().max()) / largest)
-        off, size = off + float((own - expected).square().sum()), size + float(expected.square().sum())
-    sums = {f"{name}{_box(where)}": _checksum(own) for name, (where, own) in gradients.items()}
+        if received.numel() and largest:
+            lost = max(lost, float((received + residual[where] - expected).abs().max()) / largest)
+        off += float((received - expected).square().sum())
+        size += float(expected.square().sum())
+    sums = {f"{name}{_box(where)}": _checksum(gradient) for name, (where, gradient) in gradients.items()}
     fed_back = any(
         compressor.settings.how.feedback
         for part in training.parallel.parts
         for compressor in part.compressors
     )
-    in_use = (
-        {} if weights is None else {name: sorted(checksums) for name, checksums in weights.checksums.items()}
-    )
+    in_use = {}
+    if weights is not None:
+        in_use = {name: sorted(checksums) for name, checksums in weights.checksums.items()}
     return CompressedReport(worker.rank, lost if fed_back else None, off, size, sums, in_use)
 
 
@@ -89,13 +90,15 @@ class _WeightsInUse:
                     self._follow(unit, names)
 
     def _follow(self, unit: FSDPModule, names: dict[nn.Parameter, str]) -> None:
-        """Look at the weights of a unit before its forward and before its backward. FSDP2's own hooks, which
-        gather them, were registered earlier and so run first."""
+        """Record the weights of a unit before its forward and before its backward.
+
+        The hooks of FSDP2, which gather the weights, were registered earlier and so run first.
+        """
         assert isinstance(unit, nn.Module)
         pieces = list(unit_pieces(unit))
         look = partial(self._look, pieces, [names[_weight(piece)] for piece in pieces])
 
-        def before_backward(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        def before_backward(module: nn.Module, inputs: object, outputs: object) -> None:
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(look)  # type: ignore[no-untyped-call]
@@ -103,7 +106,7 @@ class _WeightsInUse:
         unit.register_forward_pre_hook(look)
         unit.register_forward_hook(before_backward)
 
-    def _look(self, pieces: Sequence[UnitPiece], names: Sequence[str], *_: Any) -> None:
+    def _look(self, pieces: Sequence[UnitPiece], names: Sequence[str], *_: object) -> None:
         for piece, name in zip(pieces, names, strict=True):
             weight = _weight(piece).detach()
             copied = local(weight).to("cpu", copy=True)  # FSDP2 frees its memory, which NumPy must not hold
@@ -111,13 +114,16 @@ class _WeightsInUse:
 
 
 def _weight(piece: UnitPiece) -> nn.Parameter:
-    """What FSDP2 has in place of a parameter: its shard, or the gathered weight. The attribute of a parallel
-    module would be a plain tensor, which does not say which slice it is (parallel/modules.py)."""
+    """Return what FSDP2 holds in place of a parameter: its shard, or the gathered weight.
+
+    The attribute of a parallel module would be a plain tensor, which does not know which slice it is
+    (parallel/modules.py).
+    """
     return dict(piece.module.named_parameters(recurse=False))[piece.name]
 
 
-def _kept_by_all(training: Training, parameter: str, shape: tuple[int, ...]) -> Tensor:
-    """The sum over all devices of what they keep of a parameter's gradient."""
+def _residual_of_all(training: Training, parameter: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the sum over all devices of what they keep of a parameter's gradient for later steps."""
     total = torch.zeros(shape, dtype=torch.float64, device=training.mesh.device)
     for key, residual in training.parallel.residuals():
         if key.kind is StateKind.RESIDUAL and key.part is not None and key.name == parameter:

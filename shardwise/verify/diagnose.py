@@ -1,25 +1,32 @@
-"""From where and by how much things differ to what is probably wrong.
+"""Find the probable cause when a layout differs from one device.
 
-The first step that differs is looked at. The order of the questions is the order of the computation, since
-every later difference may follow from an earlier one:
+The first step that differs is examined. The questions come in the order of the computation, because every
+later difference may follow from an earlier one:
 
-1. Do weights differ before that step begins? Then the update of the step before is wrong, whose gradients
-agree.
-2. Did the step read the same sequences? Their checksums tell.
-3. Does a module's output differ? Then that module, on those ranks, is where to look; gradients follow from
-it.
-4. Do outputs agree, but the gradient of one does not? Then the backward of what comes after that module. In
-   both cases a factor between what is there and the reference that is the size of an axis points to a sum
-   over that axis: one too many, or none; a factor of one over the number of micro-batches points to a
-   division by it. Numbers that are equal are not told apart.
-5. Do all of those agree, but gradients of weights do not? Then the fault lies in what is done to them: the
-   sums over axes. The numbers tell which: a slice that is the reference times a number was scaled by it, and
-   a number that is the size of an axis, or one over it, points to that axis; copies that, added up over an
-   axis, give the reference were not summed over it; copies that differ along an axis were not all summed over
-   it; what is left of the step before was not set to zero.
-6. Do gradients agree, but their norm, or the weights after the update? Then norm, clipping or optimizer.
-7. Do all of those agree, but the loads of experts in that step, or the loss on held-out rows? Then that
-sum.
+1. Do weights differ before that step begins? Then the update of the previous step is wrong, although its
+gradients agree.
+
+2. Did the step read other sequences? Their checksums tell.
+
+3. Does the output of a module differ? Then that module, on those ranks, is the place to look; differences of
+gradients follow from it.
+
+4. Do all outputs agree, but not the gradient of one output? Then the backward of what comes after that module
+is wrong. In cases 3 and 4, the factor between the output and the reference may tell more. If it is the size
+of an axis, or one over it, a sum over that axis was taken twice or was left out. If it is one over the number
+of micro-batches, something was divided by that number. Where two axes have the same size, both are named.
+
+5. Do all of those agree, but not the gradients of weights? Then the sums over axes are wrong, and the numbers
+tell which. A slice that is a multiple of the reference was scaled; if the factor is the size of an axis, or
+one over it, that axis is the cause. Copies that add up to the reference over an axis were not summed over it.
+Copies that differ along an axis were not all summed over it. A rest of the previous step's gradient means
+that gradients were not set to zero.
+
+6. Do gradients agree, but not their norm, or not the weights after the update? Then the norm, clipping or the
+optimizer is wrong.
+
+7. Do all of those agree, but not the loads of experts in that step, or not the loss on held-out rows? Then
+that sum is wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +48,8 @@ from shardwise.verify.rank_reports import (
 from shardwise.verify.verdict import EXACT, QuantityError, Verdict
 
 ROUGHLY = 0.4
-"""Summands over devices are alike in size, not equal: one of n is 1/n of the sum to within this."""
+"""Largest deviation from 1/n at which one of n summands is still recognised. The summands of a gradient have
+similar magnitudes, but they are not equal."""
 MISSING, TWICE, AVERAGED = (
     "missing reduction over",
     "reduced twice, or not divided, over",
@@ -51,51 +59,52 @@ UNEXPLAINED = "differs in a way that no sum over an axis explains"
 UPDATE = "gradients agree, but not the weights after the update"
 SHARED = "not the layout, which computes what one device computes, but what all share with it:"
 MICRO_BATCHES = "micro-batches"
-"""A loss that is divided by their number is averaged where it should be summed, as over an axis."""
+"""Key of the number of micro-batches among the sizes of axes. A loss that is divided by that number was
+averaged where it should be summed, just as over an axis."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first module that differs, and the ranks on which it is that one."""
+    """The first module that differs, and the ranks on which it is the first."""
 
     module: str
     ranks: tuple[int, ...]
     relative_error: float
     micro_batch: int
     called: bool = True
-    """False: one device calls it, and these ranks do not."""
+    """False if one device calls the module and these ranks do not."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A fault, and what shows it."""
+    """A probable fault, with the parameters and the ranks that show it."""
 
     what: str
     axis: str | None
     parameters: tuple[str, ...]
     ranks: tuple[int, ...]
     ratio: float | None
-    """What the reference would have to be multiplied by."""
+    """Factor by which the reference would have to be multiplied, where one factor is known."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where the layout departs from one device, and why."""
+    """Where the layout first differs from one device, and why."""
 
     forward: FirstDifference | None
     backward: FirstDifference | None
     causes: tuple[Cause, ...]
     step: int = 1
-    """The first that differs."""
+    """The first step that differs."""
     traced: bool = True
-    """Whether modules were compared: there is nothing to trace where the step begins with other weights."""
+    """Whether modules were compared. They are not where the step already begins with other weights."""
 
     def to_json(self) -> dict[str, Any]:
-        """As --json shows it."""
+        """Return the diagnosis as `--json` prints it."""
         return asdict(self)
 
     def sentences(self) -> list[str]:
-        """For people."""
+        """Return the diagnosis as sentences."""
         lines = [] if self.step == 1 else [f"step {self.step} is the first that differs"]
         if not self.traced:
             return [*lines, *(_sentence(cause) for cause in self.causes)]
@@ -127,7 +136,7 @@ def _sentence(cause: Cause) -> str:
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
-    """rank 3, ranks 0, 1, 2."""
+    """Return these ranks in words, such as "rank 3" or "ranks 0, 1, 2"."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -138,24 +147,22 @@ def diagnose(
     sizes: Mapping[str, int] | None = None,
     data: Sequence[str] = (),
 ) -> Diagnosis:
-    """What the numbers say; `sizes` are those of the layout's axes, and the number of micro-batches, `data`
-    the reference's checksums of sequences. The traces are of the first step that differs."""
+    """Return the probable cause of the differences.
+
+    The traces are those of the first step that differs. `sizes` has the sizes of the layout's axes and the
+    number of micro-batches, and `data` the reference's checksums of sequences.
+    """
     step, sizes = verdict.first_step, sizes or {}
-    if changed := {name: None for trace in traces for name in trace.before}:
-        ranks = tuple(trace.rank for trace in traces if trace.before)
-        cause = Cause(f"{UPDATE} of step {step - 1}", None, tuple(changed), ranks, None)
-        return Diagnosis(None, None, (cause,), step, traced=False)
+    if any(trace.before for trace in traces):
+        return Diagnosis(None, None, (_update_cause(traces, step),), step, traced=False)
     forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
     backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
     causes: Iterable[Cause]
-    if other := [report.rank for report in reports if data and report.data[step - 1] != data[step - 1]]:
-        ranks = forward.ranks if forward else tuple(other)
+    if other_data := _ranks_with_other_data(reports, data, step):
+        ranks = forward.ranks if forward else other_data
         causes = [Cause(f"other rows of data than one device reads in step {step}", None, (), ranks, None)]
     elif forward or backward:
-        differences = [trace.forward if forward else trace.backward for trace in traces]
-        causes = _activation_causes(
-            forward, backward, [difference for difference in differences if difference], sizes
-        )
+        causes = _activation_causes(forward, backward, traces, sizes)
     elif failing := [error for error in verdict.failing("gradient") if error.step == step]:
         causes = _joined(_as_one_fault(list(_gradient_causes(failing, reports, traces, sizes)), reports))
     else:
@@ -163,34 +170,58 @@ def diagnose(
     return Diagnosis(forward, backward, tuple(causes), step)
 
 
+def _update_cause(traces: Sequence[RankTrace], step: int) -> Cause:
+    """Return the cause where weights differ before a step: the update of the previous step."""
+    changed = dict.fromkeys(name for trace in traces for name in trace.before)
+    ranks = tuple(trace.rank for trace in traces if trace.before)
+    return Cause(f"{UPDATE} of step {step - 1}", None, tuple(changed), ranks, None)
+
+
+def _ranks_with_other_data(reports: Sequence[RankReport], data: Sequence[str], step: int) -> tuple[int, ...]:
+    """Return the ranks that read other sequences in a step than the reference; none without checksums."""
+    if not data:
+        return ()
+    return tuple(report.rank for report in reports if report.data[step - 1] != data[step - 1])
+
+
 def diagnose_shared(verdict: Verdict, reports: Sequence[RankReport], data: Sequence[str]) -> Diagnosis:
-    """Every rank agrees with one device, and not with plain torch: which part of the code they share is
-    probably wrong. Modules cannot be compared, since plain torch has none; the order in which quantities come
-    to differ tells the part."""
+    """Return which part of the shared code is probably wrong.
+
+    Every rank agrees with one device, but not with plain torch. Modules cannot be compared, because plain
+    torch has none. The order in which quantities begin to differ tells the part.
+    """
     step = verdict.first_step
     failing: dict[str, list[str]] = defaultdict(list)
     for error in verdict.failing():
         if error.step == step:
             failing[error.quantity].append(error.parameter)
-    what, names = "the update (learning rate, clipping, AdamW, decay)", failing["weight"] + failing["buffer"]
     if reports[0].data[step - 1] != data[step - 1]:
-        what, names = "the rows of data that a step reads", []
-    elif step > 1 and (failing["loss"] or failing["gradient"]):
-        what, names = f"{what} of step {step - 1}; --steps {step - 1} shows of which weights", []
-    elif failing["loss"]:
-        what, names = "the forward pass or the loss", failing["gradient"]
-    elif failing["gradient"]:
-        what, names = "the backward pass, or the losses of routers", failing["gradient"]
-    elif failing["gradient norm"]:
-        what, names = "the gradient norm", []
-    elif failing[LOAD] or failing["expert imbalance"]:
-        what, names = "the loads of experts", []
-    elif not names and failing[HELD_OUT]:
-        what = "the evaluation"
+        part, names = "the rows of data that a step reads", list[str]()
+    else:
+        part, names = _shared_part(failing, step)
     ranks = tuple(report.rank for report in reports)
-    return Diagnosis(
-        None, None, (Cause(f"{SHARED} {what}", None, tuple(names), ranks, None),), step, traced=False
-    )
+    cause = Cause(f"{SHARED} {part}", None, tuple(names), ranks, None)
+    return Diagnosis(None, None, (cause,), step, traced=False)
+
+
+def _shared_part(failing: Mapping[str, list[str]], step: int) -> tuple[str, list[str]]:
+    """Return the part of the shared code that is probably wrong, and the parameters that show it.
+
+    `failing` has, by quantity, the parameters that differ in this step, the first that differs.
+    """
+    update = "the update (learning rate, clipping, AdamW, decay)"
+    if step > 1 and (failing["loss"] or failing["gradient"]):
+        return f"{update} of step {step - 1}; --steps {step - 1} shows of which weights", []
+    if failing["loss"]:
+        return "the forward pass or the loss", failing["gradient"]
+    if failing["gradient"]:
+        return "the backward pass, or the losses of routers", failing["gradient"]
+    if failing["gradient norm"]:
+        return "the gradient norm", []
+    if failing[LOAD] or failing["expert imbalance"]:
+        return "the loads of experts", []
+    names = failing["weight"] + failing["buffer"]
+    return "the evaluation" if failing[HELD_OUT] and not names else update, names
 
 
 def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDifference | None:
@@ -209,41 +240,47 @@ def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDif
 def _activation_causes(
     forward: FirstDifference | None,
     backward: FirstDifference | None,
-    differences: Sequence[ModuleDifference],
+    traces: Sequence[RankTrace],
     sizes: Mapping[str, int],
 ) -> Iterator[Cause]:
-    """What is wrong with the sums on the way of an activation, or of its gradient; nothing where the numbers
-    do not tell."""
+    """Yield which sum of an activation, or of its gradient, is wrong, where the numbers tell it."""
     first = forward or backward
     assert first is not None, "something differs"
-    ratio, exact = _multiple([difference for difference in differences if difference.module == first.module])
+    differences = [trace.forward if forward else trace.backward for trace in traces]
+    ratio, exact = _multiple([part for part in differences if part and part.module == first.module])
     if ratio is None:
         return
-    axes = {
-        axis: sizes[axis]
-        for axis in ("tensor", "context", "data", "replica", "expert")
-        if sizes.get(axis, 1) > 1
-    }
-    what, over = f"scaled by {ratio:.6g}", ""
+    names = ("tensor", "context", "data", "replica", "expert")
+    axes = {axis: sizes[axis] for axis in names if sizes.get(axis, 1) > 1}
     if exact:
-        twice = [axis for axis, size in axes.items() if math.isclose(ratio, size, rel_tol=EXACT)]
-        averaged = _divided_by(ratio, axes, sizes)
-        if over := " or ".join(twice or averaged):
-            what = f"{TWICE if twice else AVERAGED} {over}"
-    # Outputs of other tokens are alike by chance. Devices that share a sequence add up gradients of one
-    # token.
-    elif not forward:
-        over = " or ".join(
-            axis for axis in axes if axis in ("tensor", "context") and abs(ratio * axes[axis] - 1) < ROUGHLY
-        )
-        what = f"{MISSING} {over}"
-    if exact or over:
-        yield Cause(what, over or None, (), first.ranks, ratio)
+        what, over = _exact_multiple(ratio, axes, sizes)
+        yield Cause(what, over, (), first.ranks, ratio)
+    # Outputs of different tokens may be similar by chance, so an inexact factor tells something of gradients
+    # only: devices that share a sequence add up the gradients of the same token.
+    elif not forward and (over := _summand_axes(ratio, axes)):
+        yield Cause(f"{MISSING} {over}", over, (), first.ranks, ratio)
+
+
+def _exact_multiple(
+    ratio: float, axes: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[str, str | None]:
+    """Return what made an activation an exact multiple of the reference, and over which axis if one fits."""
+    twice = [axis for axis, size in axes.items() if math.isclose(ratio, size, rel_tol=EXACT)]
+    over = " or ".join(twice or _divided_by(ratio, axes, sizes))
+    if not over:
+        return f"scaled by {ratio:.6g}", None
+    return f"{TWICE if twice else AVERAGED} {over}", over
+
+
+def _summand_axes(ratio: float, axes: Mapping[str, int]) -> str:
+    """Return the axes over which a gradient that is `ratio` times the reference may be a single summand."""
+    sharing = [axis for axis in ("tensor", "context") if axis in axes]
+    return " or ".join(axis for axis in sharing if abs(ratio * axes[axis] - 1) < ROUGHLY)
 
 
 def _divided_by(ratio: float, axes: Mapping[str, int], sizes: Mapping[str, int]) -> list[str]:
-    """What the reference was divided by, if it is the size of an axis or the number of micro-batches: all
-    that it may be."""
+    """Return what the reference was divided by: the axes of that size, or the number of micro-batches, if
+    any."""
     numbers = {MICRO_BATCHES: sizes.get(MICRO_BATCHES, 1), **axes}
     return [
         name for name, size in numbers.items() if size > 1 and math.isclose(ratio, 1 / size, rel_tol=EXACT)
@@ -251,48 +288,43 @@ def _divided_by(ratio: float, axes: Mapping[str, int], sizes: Mapping[str, int])
 
 
 def _multiple(compared: Sequence[SliceComparison | ModuleDifference]) -> tuple[float | None, bool]:
-    """The factor between the reference and what is there (least squares), and whether it explains all of the
-    difference."""
+    """Return the factor between the reference and the actual values (least squares), and whether that factor
+    explains the whole difference."""
     reference, product = sum(part.reference for part in compared), sum(part.product for part in compared)
     if not reference > 0 or not math.isfinite(product):
         return None, False
     ratio = product / reference
-    rest = (
-        sum(part.own for part in compared) - ratio * product
-    )  # what is left when ratio times the reference is taken away
+    # The sum of squares that is left after ratio times the reference is subtracted.
+    rest = sum(part.actual for part in compared) - ratio * product
     return ratio, abs(rest) <= EXACT**2 * max(reference, product * ratio)
 
 
 def _as_one_fault(causes: Sequence[Cause], reports: Sequence[RankReport]) -> Iterator[Cause]:
-    """A slice may be too unlike the other summands to tell by itself (a router's weight). If on the same
-    ranks one sum is missing for other parameters, and nothing else is, and this parameter passes that sum
-    too, it is the same fault."""
-    missing = {
-        cause.axis: cause.what
-        for cause in causes
-        if cause.axis is not None and cause.what.startswith(MISSING)
-    }
+    """Yield the causes, with an unexplained one replaced where it belongs to a fault that is known.
+
+    A slice may be too unlike the other summands to be recognised by itself, for example the weight of a
+    router. If exactly one sum is missing for other parameters on the same ranks, and this parameter takes
+    part in that sum too, then it has the same fault.
+    """
+    known = [cause for cause in causes if cause.axis is not None and cause.what.startswith(MISSING)]
+    missing = {cause.axis: cause.what for cause in known}
     ranks = {cause.ranks for cause in causes if cause.axis in missing}
     for cause in causes:
-        sums = {
-            axis
-            for report in reports
-            for name in cause.parameters
-            for axis in report.reductions.get(name, {})
-        }
-        if (
-            cause.what == UNEXPLAINED
-            and len(missing) == 1
-            and cause.ranks in ranks
-            and missing.keys() <= sums
-        ):
+        unexplained = cause.what == UNEXPLAINED and cause.ranks in ranks
+        if unexplained and len(missing) == 1 and missing.keys() <= _summed_axes(cause, reports):
             ((axis, what),) = missing.items()
             cause = replace(cause, what=what, axis=axis)
         yield cause
 
 
+def _summed_axes(cause: Cause, reports: Sequence[RankReport]) -> set[str]:
+    """Return all axes over which the gradients of the cause's parameters are summed."""
+    reductions = [report.reductions.get(name, {}) for report in reports for name in cause.parameters]
+    return {axis for axes in reductions for axis in axes}
+
+
 def _joined(causes: Iterable[Cause]) -> Iterator[Cause]:
-    """One cause for all parameters that share it."""
+    """Yield one cause for all parameters that have the same fault on the same ranks."""
     groups: dict[tuple[str, tuple[int, ...]], list[Cause]] = defaultdict(list)
     for cause in causes:
         groups[cause.what, cause.ranks].append(cause)
@@ -320,7 +352,7 @@ def _gradient_causes(
 
 
 class _GradientCopies:
-    """One parameter's gradient on all ranks that hold some of it."""
+    """The gradient of one parameter on all ranks that hold a slice of it."""
 
     def __init__(self, error: QuantityError, reports: Sequence[RankReport]) -> None:
         key = (error.parameter, error.quantity, error.step)
@@ -334,12 +366,12 @@ class _GradientCopies:
         self.bad = [rank for rank in error.ranks if rank in self.slices]
 
     def ratio(self) -> tuple[float | None, bool]:
-        """The factor between the reference and what the bad ranks have, and whether it explains all of the
-        difference."""
+        """Return the factor between the reference and the values of the wrong ranks, and whether that factor
+        explains the whole difference."""
         return _multiple([self.slices[rank] for rank in self.bad])
 
     def unequal_axes(self) -> set[str]:
-        """Axes along which two ranks hold the same slice with other values."""
+        """Return the axes along which two ranks hold the same slice with different values."""
         pairs = [
             (a, b)
             for a in self.slices
@@ -365,10 +397,9 @@ def _cause(
     def cause(what: str, axis: str | None = None) -> Cause:
         return Cause(f"{what} {axis}" if axis else what, axis, (error.parameter,), error.ranks, ratio)
 
+    # This comes before the next question, because averages add up to the reference too.
     if ratio is not None and exact and (averaged := _divided_by(ratio, copies.reductions, sizes)):
-        return cause(
-            AVERAGED, " or ".join(averaged)
-        )  # before the next: averages, too, add up to the reference
+        return cause(AVERAGED, " or ".join(averaged))
     if summed:
         return cause(MISSING, summed[0])
     if ratio is not None and exact:
@@ -388,21 +419,25 @@ def _cause(
 
 
 def _members(axis: str) -> set[str]:
-    """The axes of a sum; devices with the same experts differ in any of those that the experts borrow
-    from."""
+    """Return the axes that take part in a sum.
+
+    Devices that hold the same experts differ on any of the axes that the experts take their devices from.
+    """
     parts = set(axis.split(" x "))
     return parts | {"data", "context", "tensor"} if "expert_data" in parts else parts
 
 
 def _late_causes(verdict: Verdict, first: int, reports: Sequence[RankReport]) -> Iterator[Cause]:
-    """All gradients of the first step that fails agree. What is compared once counts at the last."""
+    """Yield the causes where all gradients of the first failing step agree.
+
+    Weights, buffers and the held-out loss are compared once, after the last step.
+    """
     for error in [*verdict.failing("loss"), *verdict.failing("gradient norm")]:
         if error.step == first:
             axes = _axes_of(error.ranks, reports)
             what = f"gradients agree, but not the {error.quantity}"
-            yield Cause(
-                f"{what}: missing reduction over {axes}" if axes else what, axes, (), error.ranks, None
-            )
+            what = f"{what}: {MISSING} {axes}" if axes else what
+            yield Cause(what, axes, (), error.ranks, None)
             return
     if loads := [error for error in verdict.failing(LOAD) if error.step == first]:
         yield from _joined(_sum_cause(error, reports) for error in loads)
@@ -410,29 +445,27 @@ def _late_causes(verdict: Verdict, first: int, reports: Sequence[RankReport]) ->
     if all(error.quantity == HELD_OUT for error in verdict.failing()):
         yield from (_sum_cause(error, reports) for error in verdict.failing())
     if weights := verdict.failing("weight"):
-        names, ranks = (
-            tuple(error.parameter for error in weights),
-            {rank for error in weights for rank in error.ranks},
-        )
+        names = tuple(error.parameter for error in weights)
+        ranks = {rank for error in weights for rank in error.ranks}
         yield Cause(UPDATE, None, names, tuple(sorted(ranks)), None)
     for error in verdict.failing("buffer"):
         yield Cause("a buffer differs", None, (error.parameter,), error.ranks, None)
 
 
 def _sum_cause(error: QuantityError, reports: Sequence[RankReport]) -> Cause:
-    """Of a number that every rank should have alike: ranks that have another miss a sum along the axis
-    between them."""
+    """Return the cause for a number that should be equal on every rank.
+
+    Ranks with a different number miss a sum along the axis between them and the others.
+    """
     axis = " or ".join(sorted(_GradientCopies(error, reports).unequal_axes())) or None
-    what = (
-        f"all else agrees, but not the {error.quantity}"
-        if axis is None
-        else f"the {error.quantity}: {MISSING} {axis}"
-    )
+    what = f"the {error.quantity}: {MISSING} {axis}"
+    if axis is None:
+        what = f"all else agrees, but not the {error.quantity}"
     return Cause(what, axis, (error.parameter,) if error.parameter else (), error.ranks, None)
 
 
 def _axes_of(bad: Sequence[int], reports: Sequence[RankReport]) -> str | None:
-    """The axes along which good ranks and bad ones are neighbours."""
+    """Return the axes along which correct and wrong ranks are neighbours."""
     coordinates = {report.rank: report.coordinates for report in reports}
     good = [rank for rank in coordinates if rank not in bad]
     between = [

@@ -1,9 +1,8 @@
-"""The run of a drill that faults are done to: started, disturbed from outside, watched until it has
-recovered.
+"""Run a job while faults are injected from outside, and wait for each recovery.
 
-It takes no part in the run's own recovery. All it knows is what anyone could see: the commands' processes,
-the run folder's metrics and events, and its checkpoints. Each fault waits until a step is done after the one
-before.
+This code takes no part in the recovery of the run. It knows only what anyone can see: the processes of the
+commands, the metrics and events in the run folder, and the checkpoints. Each fault waits until a step was
+completed after the previous fault.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.observe import newest, read_events, read_metrics
 from shardwise.resilience.stopping import RESUME_ME
-from shardwise.verify.train_commands import TrainCommands
 from shardwise.verify.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
+from shardwise.verify.train_commands import TrainCommands
 from shardwise.words import counted
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 30.0
-"""From SIGTERM to the end: what Slurm and Kubernetes give unless told otherwise."""
+"""Seconds from SIGTERM to the end of the process, as Slurm and Kubernetes grant by default."""
 PATIENCE_SECONDS = 120.0
-"""How long to wait for a recovery, at least."""
+"""Least number of seconds to wait for a recovery."""
 BEGIN = ("start", "resume")
-"""Events with which workers begin to train."""
+"""Names of the events with which workers begin to train."""
 
 
 class DrillProgress(Protocol):
-    """Shows how a drill goes."""
+    """Interface of an object that shows the progress of a drill."""
 
     def at(self, phase: str, step: int, faults: int) -> None:
         """Show which phase the drill is in, at which step, and how many faults were survived."""
 
     def say(self, text: str) -> None:
-        """Print what happened."""
+        """Print a sentence about what happened."""
 
 
 @dataclass(frozen=True)
 class SurvivedFault:
-    """A fault that was done to the run, and how it recovered."""
+    """A fault that was injected, and how the run recovered from it."""
 
     kind: Kind
     step: int
@@ -56,7 +55,7 @@ class SurvivedFault:
     more: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As the command prints it."""
+        """Return the fault as the command prints it."""
         fields = asdict(self)
         more = fields.pop("more")
         return {**fields, **more}
@@ -64,12 +63,12 @@ class SurvivedFault:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the undisturbed run was like, in seconds."""
+    """Durations in the undisturbed run, in seconds."""
 
     training: float
-    """From the beginning of the first step to the end of the last."""
+    """Seconds from the beginning of the first step to the end of the last."""
     start: float
-    """From the command to the end of the first step."""
+    """Seconds from the start of the command to the end of the first step."""
     step: float
     slowest: float
 
@@ -79,7 +78,7 @@ class NotSurvived(Exception):
 
 
 def job_file(folder: Path, config: Config) -> Path:
-    """The job of one of the two runs, to be given to the command."""
+    """Write the job file of one of the two runs, and return its path."""
     update = {"run": config.run.model_copy(update={"folder": str(folder)})}
     path = folder.with_suffix(".toml")
     path.write_text(to_toml(config.model_copy(update=update)))
@@ -87,8 +86,7 @@ def job_file(folder: Path, config: Config) -> Path:
 
 
 class DisturbedRun:
-    """Starts the commands, does the planned faults to them one after the other, and waits until they have
-    recovered."""
+    """Starts the commands, injects the planned faults one after the other, and waits for each recovery."""
 
     def __init__(
         self,
@@ -116,8 +114,8 @@ class DisturbedRun:
         }
 
     def run(self) -> tuple[str | None, float]:
-        """Why it failed, if it did; and how long it took, from the beginning of the first step to the end of
-        the last."""
+        """Run the job to its end. Return why it failed (None: it did not), and the seconds from the beginning
+        of the first step to the end of the last."""
         began = ended = time.time()
         with self.commands:
             try:
@@ -132,14 +130,14 @@ class DisturbedRun:
                 failure, ended = self._bad_end(), newest(self.folder)["time"]
             except NotSurvived as error:
                 failure = (
-                    f"{self._phase}: {error}. The last words of the command "
-                    f"({self.commands.log}):\n{self.commands.log_tail()}"
+                    f"{self._phase}: {error}. The last lines of the command ({self.commands.log}):\n"
+                    f"{self.commands.log_tail()}"
                 )
                 ended = time.time()
         return failure, ended - began
 
     def unexpected(self) -> Iterator[str]:
-        """All faults of the run, should it have had more than were done here."""
+        """Yield all faults that the run recorded, if it recorded more than were injected."""
         done = sum(fault.kind in ("kill", "hang", "corrupt", "lose") for fault in self.survived)
         faults = [event for event in self._events() if event["event"] == "fault"]
         if len(faults) > done + self._expected:
@@ -158,7 +156,10 @@ class DisturbedRun:
         ended_well: bool = False,
         seconds: float | None = None,
     ) -> Any:
-        """Until something holds, which is returned; the run must not end before."""
+        """Wait until the condition returns a true value, and return that value.
+
+        The run must not end while waiting, unless `ended_well` is set.
+        """
         recovery = self.config.recovery
         patience = PATIENCE_SECONDS + 5 * self.baseline.start + (recovery.hang_seconds or 60.0)
         deadline = time.monotonic() + (seconds or patience)
@@ -166,18 +167,22 @@ class DisturbedRun:
         while not (result := condition()):
             step = newest(self.folder).get("step", 0)
             self.progress.at(self._phase, step, len(self.survived))
-            if step != before and seconds is None:  # it gets on
+            if step != before and seconds is None:  # the run makes progress
                 before, deadline = step, time.monotonic() + patience
-            if not ended_well and (
-                ended := [status for status in self.commands.statuses() if status is not None]
-            ):
-                raise NotSurvived(
-                    f"the command ended with status {ended[0]}" if any(ended) else "the run ended before"
-                )
+            if not ended_well:
+                self._check_running()
             if time.monotonic() > deadline:
                 raise NotSurvived(f"{complaint} within {seconds or patience:.0f} s")
             time.sleep(POLL_SECONDS)
         return result
+
+    def _check_running(self) -> None:
+        """Raise NotSurvived if a command has ended."""
+        ended = [status for status in self.commands.statuses() if status is not None]
+        if any(ended):
+            raise NotSurvived(f"the command ended with status {ended[0]}")
+        if ended:
+            raise NotSurvived("the run ended before")
 
     def _bad_end(self) -> str | None:
         status = [code for code in self.commands.statuses() if code]
@@ -186,7 +191,8 @@ class DisturbedRun:
     def _resumed(
         self, events_before: int, world: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The newest beginning since then, and the first step done after it; None if there is none yet."""
+        """Return the newest event with which training began since then, and the record of the first step
+        after it; None if there is none yet."""
         begun = [event for event in self._events()[events_before:] if event["event"] in BEGIN]
         if not begun or (world is not None and begun[-1]["world"] != world):
             return None
@@ -199,16 +205,12 @@ class DisturbedRun:
     # Faults
 
     def _do(self, fault: PlannedFault) -> None:
-        """Wait until the fault is due, do it, wait for the recovery."""
+        """Wait until the fault is due, inject it, and wait for the recovery."""
         self._phase = f"before {fault.kind}"
-        self._wait(
-            lambda: newest(self.folder).get("step", 0) >= fault.step, f"step {fault.step} was not done"
-        )
-        saved = {"corrupt": 2, "full": 1}.get(fault.kind, 0)
-        self._wait(
-            lambda: len(checkpoints(self.folder / "checkpoints")) >= saved,
-            f"{saved} checkpoints were not there",
-        )
+        late = f"step {fault.step} was not done"
+        self._wait(lambda: newest(self.folder).get("step", 0) >= fault.step, late)
+        saved, folder = {"corrupt": 2, "full": 1}.get(fault.kind, 0), self.folder / "checkpoints"
+        self._wait(lambda: len(checkpoints(folder)) >= saved, f"{saved} checkpoints were not there")
         time.sleep(fault.fraction * self.baseline.step)
         step, at = int(newest(self.folder)["step"]), time.time()
         self._phase = f"{fault.kind} after step {step}"
@@ -221,17 +223,17 @@ class DisturbedRun:
         )
 
     def _victim(self, draw: random.Random) -> tuple[int, int]:
-        """The worker that a fault is done to: its rank and its process id."""
+        """Return the rank and the process id of the worker to inject the fault into."""
         workers = self.commands.workers()
         if not workers:
-            raise NotSurvived("no worker is to be found in the logs")
+            raise NotSurvived("the logs name no worker that runs")
         rank = draw.choice(sorted(workers))
         return rank, workers[rank]
 
     def _recovered(
         self, kind: Kind, step: int, at: float, rank: int | None, happened: str, before: int
     ) -> SurvivedFault:
-        """Wait for the first step after a fault, and count what it cost."""
+        """Wait for the first step after a fault, and return what the fault cost."""
         begun, record = self._wait(lambda: self._resumed(before), "no step was done after it")
         from_step, lost = self._cost(step, begun, before)
         more = {"resumed_from": from_step, "world": begun["world"]}
@@ -240,8 +242,10 @@ class DisturbedRun:
         )
 
     def _cost(self, step: int, begun: dict[str, Any], before: int) -> tuple[int, int]:
-        """The step that the run went on from, and how many it had done after that, as it says or as was
-        seen."""
+        """Return the step that the run resumed from, and the number of steps that it lost.
+
+        Both come from the recovery event where there is one, and from what was observed otherwise.
+        """
         recovery = self._event("recovery", before)
         if recovery is None:
             return begun.get("step", 0), max(0, step - begun.get("step", 0))
@@ -261,9 +265,8 @@ class DisturbedRun:
         before, (rank, pid) = len(self._events()), self._victim(draw)
         damage = corrupt(str(self.folder / "checkpoints"), pid, draw, self._save_in_flight)
         name = f"{Path(damage.checkpoint).name}/{damage.file}"
-        survived = self._recovered(
-            "corrupt", step, at, rank, f"a byte of {name} flipped, rank {rank} killed", before
-        )
+        happened = f"a byte of {name} flipped, rank {rank} killed"
+        survived = self._recovered("corrupt", step, at, rank, happened, before)
         used = [event.get("checkpoint") for event in self._events()[before:] if event["event"] in BEGIN]
         if damage.checkpoint in used:
             raise NotSurvived(f"it resumed from {damage.checkpoint}, which is damaged")
@@ -283,29 +286,23 @@ class DisturbedRun:
         before, limit_of = len(self._events()), limits(str(self.folder / "checkpoints"))
         candidates = {rank: pid for rank, pid in self.commands.workers().items() if rank in limit_of}
         if not candidates:
-            raise NotSurvived(
-                "no worker but the first writes enough to fill its disk with; use a larger model"
-            )
+            raise NotSurvived("no worker but the first writes enough to fill its disk; use a larger model")
         rank = draw.choice(sorted(candidates))
         disk = FullDisk(candidates[rank], limit_of[rank])
-        failed = self._wait(
-            lambda: self._event("save_failed", before), "no save failed, though the disk is full"
-        )
+        unnoticed = "no save failed, though the disk is full"
+        failed = self._wait(lambda: self._event("save_failed", before), unnoticed)
         disk.lift()
-        saved = self._wait(
-            lambda: self._event("save", before, after=failed["step"]),
-            "no checkpoint was saved once there was room again",
-        )
+        unsaved = "no checkpoint was saved once there was room again"
+        saved = self._wait(lambda: self._event("save", before, after=failed["step"]), unsaved)
         if self._event("fault", before):
             raise NotSurvived("a full disk ended a worker")
         seconds = datetime.fromisoformat(saved["time"]).timestamp() - at
         happened = f"rank {rank} could not save step {failed['step']}; step {saved['step']} is saved"
-        return SurvivedFault(
-            "full", step, rank, seconds, 0, happened, {"save_failed": failed["step"], "saved": saved["step"]}
-        )
+        more = {"save_failed": failed["step"], "saved": saved["step"]}
+        return SurvivedFault("full", step, rank, seconds, 0, happened, more)
 
     def _event(self, name: str, before: int, after: int = -1) -> dict[str, Any] | None:
-        """The last such event since then, of a later step."""
+        """Return the last event of this name since then that belongs to a step later than `after`."""
         events = [
             event
             for event in self._events()[before:]
@@ -316,9 +313,8 @@ class DisturbedRun:
     def _term(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         before = len(self._events())
         self.commands.terminate()
-        self._wait(
-            lambda: not self.commands.running(), "it was not gone", ended_well=True, seconds=GRACE_SECONDS
-        )
+        late = "it had not ended"
+        self._wait(lambda: not self.commands.running(), late, ended_well=True, seconds=GRACE_SECONDS)
         took, statuses = time.time() - at, self.commands.statuses()
         if set(statuses) != {RESUME_ME}:
             raise NotSurvived(f"after SIGTERM the command ended with status {statuses}, not {RESUME_ME}")
@@ -331,9 +327,8 @@ class DisturbedRun:
     def _lose(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         before, fewer = len(self._events()), self.workers - 1
         gone = self.commands.lose_last()
-        begun, record = self._wait(
-            lambda: self._resumed(before, fewer), f"no step was done by the {fewer} workers left"
-        )
+        stuck = f"no step was done by the {fewer} workers left"
+        begun, record = self._wait(lambda: self._resumed(before, fewer), stuck)
         self._expected += sum(event["event"] == "fault" for event in self._events()[before:]) - 1
         (from_step, lost), middle = self._cost(step, begun, before), len(self._events())
         self.progress.say(f"{fewer} workers go on from step {from_step}; the lost host comes back")
@@ -344,6 +339,5 @@ class DisturbedRun:
             f"{self.workers} again from step {again.get('step', 0)}"
         )
         more = {"seconds_to_return": first["time"] - record["time"], "returned_at": again.get("step", 0)}
-        return SurvivedFault(
-            "lose", step, gone[0] if gone else None, record["time"] - at, lost, happened, more
-        )
+        rank = gone[0] if gone else None
+        return SurvivedFault("lose", step, rank, record["time"] - at, lost, happened, more)

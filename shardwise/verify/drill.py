@@ -1,17 +1,17 @@
-"""The fire drill: a job trained undisturbed, then again while its workers are killed, frozen and betrayed,
-and the two compared.
+"""The fire drill: train a job undisturbed, train it again while faults are injected, and compare the two
+runs.
 
-A run that survives faults in its tests may still lose a step, read a batch twice, or resume from half a
-checkpoint in a user's own job. So the drill is done with that job: both runs are real `shardwise train`
-commands in their own folders, and faults come from outside (verify/drill_faults.py). Afterwards every step's loss,
-the data of every step and the final weights must be those of the undisturbed run (verify/compare_runs.py).
+A system that survives faults in its own tests may still lose a step, read a batch twice, or resume from half
+a checkpoint in a user's job. So the drill runs that job. Both runs are real `shardwise train` commands in
+their own folders, and faults come from outside (verify/drill_faults.py). Afterwards the loss of every step,
+the data of every step and the final weights must equal those of the undisturbed run (verify/compare_runs.py).
 
-What is taken from the undisturbed run: how long a step takes, to place faults inside steps and to tell a hang
-soon; how long a start takes, to know when to give up. Each fault waits until a step is done after the one
-before.
+The undisturbed run is also measured. The duration of a step places faults inside steps and makes it possible
+to notice a hang soon; the duration of a start tells when to give up. Each fault waits until a step was
+completed after the previous fault.
 
-It costs two runs of the job and the recoveries. `goodput` is the time that the steps take undisturbed over
-the time that they take with faults, each from the beginning of the first to the end of the last.
+A drill costs two runs of the job and the recoveries. `goodput` is the time that the steps take undisturbed
+over the time that they take with faults, each from the beginning of the first step to the end of the last.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from shardwise.locks import take_lock
 from shardwise.mesh import local_gpus
 from shardwise.observe import newest, read_metrics
 from shardwise.plan import fit
-from shardwise.verify.train_commands import TrainCommands
 from shardwise.verify.compare_runs import TOLERANCE, RunComparison, compare_runs
 from shardwise.verify.disturbed_run import (
     POLL_SECONDS,
@@ -43,28 +42,30 @@ from shardwise.verify.disturbed_run import (
     job_file,
 )
 from shardwise.verify.drill_faults import Kind, PlannedFault, schedule
+from shardwise.verify.train_commands import TrainCommands
 
 SHORTEST_HANG = 2.0
 HANG_STEPS, HANG_SLOWEST = 20.0, 3.0
-"""A hang is this many times the baseline step, and this many times the slowest, unless the job says it."""
+"""A worker hangs if it takes this many times the median step, and this many times the slowest step, unless
+the job sets `recovery.hang_seconds`."""
 ROOM_SECONDS = 0.5
-"""What must be left of the run after the last fault."""
+"""Seconds of training that must be left after the last fault."""
 
 
 @dataclass(frozen=True)
 class DrillResult:
-    """What a drill found."""
+    """The result of a drill."""
 
     planned: tuple[PlannedFault, ...]
     faults: tuple[SurvivedFault, ...]
     failure: str | None
-    """Why the drilled run did not reach its end; None: it did."""
+    """Why the drilled run did not reach its end; None means that it did."""
     unexpected: tuple[str, ...]
-    """All faults of the run, should it have had more than the drill did."""
+    """All faults that the run recorded, if it recorded more than the drill injected."""
     comparison: RunComparison | None
     layout_changed: bool
     changed: dict[str, Any]
-    """Settings that the drill gave the job."""
+    """Settings that the drill changed in the job."""
     workers: int
     baseline: Baseline
     drilled_seconds: float
@@ -72,16 +73,16 @@ class DrillResult:
 
     @property
     def passes(self) -> bool:
-        """Every fault was survived, and nothing differs."""
+        """Whether every fault was survived, and nothing differs."""
         return self.failure is None and self.comparison is not None and self.comparison.equal
 
     @property
     def goodput(self) -> float:
-        """Time of the undisturbed steps over that of the drilled ones."""
+        """Time of the undisturbed steps over the time of the same steps with faults."""
         return self.baseline.training / self.drilled_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """As the command prints it."""
+        """Return the result as the command prints it."""
         same = self.comparison
         return {
             "pass": self.passes,
@@ -107,13 +108,13 @@ class DrillResult:
 def drill(
     config: Config, workers: int, kinds: Sequence[Kind], count: int, seed: int, progress: DrillProgress
 ) -> DrillResult:
-    """Run the job twice, once with faults, and compare. Nothing is left running, however it ends."""
+    """Run the job twice, once with faults, and compare the two runs. No process is left running, however the
+    drill ends."""
     began = time.monotonic()
     config, changed = _prepared(config, kinds)
     _check(config, workers, kinds)
-    schedule(
-        kinds, count, seed, config.train.steps, config.checkpoint.every
-    )  # a mistake is answered before anything runs
+    # The schedule is drawn once before anything runs, so that a mistake is reported at once.
+    schedule(kinds, count, seed, config.train.steps, config.checkpoint.every)
     for key, value in changed.items():
         progress.say(f"the drill sets {key} = {value}")
     with _holding(Path(config.run.folder)) as base:
@@ -129,17 +130,16 @@ def drill(
         progress.at("comparing", config.train.steps, len(run.survived))
         changes = any(fault.kind == "lose" for fault in planned)
         tolerance = TOLERANCE[config.train.precision] if changes or driver_of(config).varies_rows else None
-        same = (
-            None
-            if failure
-            else compare_runs(base / "undisturbed", base / "drilled", config.train.steps, tolerance)
-        )
+        comparison = None
+        if not failure:
+            runs = base / "undisturbed", base / "drilled"
+            comparison = compare_runs(*runs, config.train.steps, tolerance)
         return DrillResult(
             planned=planned,
             faults=tuple(run.survived),
             failure=failure,
             unexpected=tuple(run.unexpected()),
-            comparison=same,
+            comparison=comparison,
             layout_changed=changes,
             changed={**changed, **more},
             workers=workers,
@@ -150,11 +150,11 @@ def drill(
 
 
 def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, Any]]:
-    """The job as the drill runs it, and what of that is worth saying.
+    """Return the job as the drill runs it, and the settings that it changes, to be shown.
 
-    To lose a host changes the layout, and with it the order of sums; so does a device that gets other rows.
-    In float32 training makes the roundings grow until they look like a fault (1.4e-3 of a loss was seen); in
-    float64 the same growth ends hundreds of times below the tolerance.
+    The loss of a host changes the layout, and with it the order of sums; so does a driver that gives a device
+    other rows. In float32, training makes the rounding errors grow until they look like a fault (1.4e-3 of a
+    loss was seen). In float64 the same growth ends hundreds of times below the tolerance.
     """
     checkpoint: dict[str, Any] = {}
     if not config.checkpoint.every:
@@ -169,7 +169,7 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
         for key, value in checkpoint.items()
     }
     train: dict[str, Any] = {}
-    if local_gpus() and not config.train.deterministic:  # two runs are to be the same bits
+    if local_gpus() and not config.train.deterministic:  # the two runs must be equal to the bit
         train["deterministic"] = settings["train.deterministic"] = True
     if ("lose" in kinds or driver_of(config).varies_rows) and config.train.precision == "float32":
         train |= {"precision": "float64", "state_dtype": "auto"}
@@ -185,13 +185,13 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
 def _check(config: Config, workers: int, kinds: Sequence[Kind]) -> None:
     if workers < 2:
         raise UserError(
-            "a drill needs 2 workers or more, so that some outlive a fault; give --workers 4, or "
-            "layout.data=4"
+            "a drill needs 2 workers or more, so that some survive a fault; "
+            "give --workers 4, or layout.data=4"
         )
     if "corrupt" in kinds and config.checkpoint.keep < 2:
         raise UserError(
-            "checkpoint.keep = 1: with `corrupt` there must be an older checkpoint to fall back to; set 2 "
-            "or more"
+            "checkpoint.keep = 1: with `corrupt` there must be an older checkpoint to fall back to; set 2 or "
+            "more"
         )
     if "lose" in kinds and fit(config, workers - 1, workers - 1) is None:
         batch = f"train.global_batch = {config.train.global_batch}"
@@ -206,7 +206,10 @@ def _check(config: Config, workers: int, kinds: Sequence[Kind]) -> None:
 
 
 def _with_limits(config: Config, baseline: Baseline) -> tuple[Config, dict[str, float]]:
-    """The job with limits by which a hang is noticed soon, where it sets none itself; and what was set."""
+    """Return the job with limits by which a hang is noticed soon, and the limits that were set.
+
+    A limit that the job sets itself is left as it is.
+    """
     hung = max(SHORTEST_HANG, HANG_STEPS * baseline.step, HANG_SLOWEST * baseline.slowest)
     wanted = {"hang_seconds": hung, "start_seconds": max(60.0, 10 * baseline.start)}
     more = {key: value for key, value in wanted.items() if key not in config.recovery.model_fields_set}
@@ -215,7 +218,10 @@ def _with_limits(config: Config, baseline: Baseline) -> tuple[Config, dict[str, 
 
 
 def _check_time_to_return(planned: Sequence[PlannedFault], config: Config, baseline: Baseline) -> None:
-    """A host that was lost takes as long to come back as a start takes, and the others go on meanwhile."""
+    """Refuse a run that would end before a lost host is back.
+
+    A host takes as long to come back as a start takes, and the other hosts continue meanwhile.
+    """
     lost = [fault for fault in planned if fault.kind == "lose"]
     if not lost:
         return
@@ -231,7 +237,7 @@ def _check_time_to_return(planned: Sequence[PlannedFault], config: Config, basel
 
 @contextmanager
 def _holding(folder: Path) -> Iterator[Path]:
-    """The drill's folder, without what an earlier drill left in it; nobody else may use it meanwhile."""
+    """Lock the folder of the drill, and remove what an earlier drill left in it."""
     in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +256,7 @@ def _clear(folder: Path) -> None:
     """Remove a run of an earlier drill, and nothing else."""
     folder.with_suffix(".log").unlink(missing_ok=True)
     if folder.exists() and not (folder / "logs").is_dir():
-        raise UserError(f"{folder} is in the way, and is no run; move it, or give another run.folder")
+        raise UserError(f"{folder} exists and is no run folder; move it, or give another run.folder")
     if folder.exists():
         shutil.rmtree(folder)
 

@@ -1,8 +1,8 @@
-"""Faults for a fire drill: which, when, and how they are done to a run from outside.
+"""The faults of a fire drill: which there are, when they come, and how they are injected from outside.
 
-Nothing in the run takes part: workers are stopped and killed by their process ids, bytes are flipped on the
-disk, a process is forbidden to write large files. What survives this survives a real machine, as far as one
-machine can play several.
+The run takes no part in this. Workers are stopped and killed by their process ids, bytes are flipped on the
+disk, and a process is forbidden to write large files. A run that survives this survives a real machine, as
+far as one machine can stand for several.
 
     kill     SIGKILL to a worker, as the kernel does when memory runs out: another must take its place
     hang     SIGSTOP to a worker, which is then alive but does no step: it must be noticed and replaced
@@ -15,9 +15,9 @@ machine can play several.
     lose     a host with one worker disappears at once, and comes back later: the others must go on without
              it, and then take it back
 
-Times are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share
-of a step after it, so that faults also fall into saves. Where in a step that lands is up to the clock; steps,
-ranks, files and bytes are not.
+The times are drawn from a seed. The run is divided into as many stretches as there are faults; each fault
+comes after a random step of its stretch, and a random fraction of a step later, so that faults also happen
+during saves. Steps, ranks, files and bytes are reproducible; the exact moment within a step is not.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from shardwise.errors import UserError
 Kind = Literal["kill", "hang", "corrupt", "full", "term", "lose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SPACING = 3
-"""Fewest steps from one fault to the next."""
+"""Least number of steps from one fault to the next."""
 FIRST = 2
-"""No fault before this step is done."""
+"""The first step after which a fault may come."""
 SETTLE_SECONDS = 0.2
-"""How long the newest checkpoint must have been the newest, while a worker is stopped, to stay so."""
+"""Seconds without a newer checkpoint, while a worker is stopped, after which no newer one is expected."""
 QUIET_SECONDS = 10.0
-"""How long to look for a moment in which no save is in flight."""
+"""Seconds to wait at most for a moment in which no save is in progress."""
 SMALLEST_LIMIT = 1 << 14
-"""Bytes: below this, a limit on files would hit a worker's log as well."""
+"""Smallest limit on the size of files, in bytes. A smaller one would also stop a worker's log."""
 
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """A fault to come: after which step is done, how much of a step later, and the seed of what else is to be
-    drawn."""
+    """A fault to inject: after which step, what fraction of a step later, and the seed for everything else
+    that is drawn."""
 
     kind: Kind
     step: int
@@ -62,11 +62,12 @@ class PlannedFault:
 def schedule(
     kinds: Sequence[Kind], count: int, seed: int, steps: int, every: int, room: int = 2
 ) -> tuple[PlannedFault, ...]:
-    """The faults of a drill. Kinds take turns, shuffled, so that each occurs if there are as many faults as
-    kinds.
+    """Return the faults of a drill. Kinds take turns in random order, so that each occurs if there are at
+    least as many faults as kinds.
 
-    `every`: steps between saves; `room`: steps that must be left after the last fault. To lose a host comes
-    first, and early: many steps are done until it is back.
+    `every` is the number of steps between saves, and `room` the number of steps that must be left after the
+    last fault. The loss of a host comes first, and early, because many steps are done before the host is
+    back.
     """
     draw = random.Random(seed)
     order: list[Kind] = []
@@ -76,54 +77,48 @@ def schedule(
     last = steps - max(room, 2 * every + 1 if "full" in order else 0)
     width = (last - FIRST + 1) / count
     if width < SPACING:
-        most = max(0, (last - FIRST + 1) // SPACING)
+        room_for = max(0, (last - FIRST + 1) // SPACING)
         raise UserError(
-            f"--count {count}: {steps} steps have room for {most} such faults, {SPACING} apart; lower it, or "
-            f"raise train.steps"
+            f"--count {count}: {steps} steps have room for {room_for} such faults, {SPACING} apart; "
+            f"lower it, or raise train.steps"
         )
     if "corrupt" in order and FIRST + (len(order) - order[::-1].index("corrupt")) * width <= 2 * every:
         raise UserError(
             f"checkpoint.every = {every}: `corrupt` needs two checkpoints, and comes too early in {steps} "
             f"steps; save more often"
         )
-    return tuple(
-        PlannedFault(
-            kind,
-            step=int(
-                FIRST
-                + index * width
-                + draw.random() * min(width - SPACING, steps / 8 if kind == "lose" else steps)
-            ),
-            fraction=draw.random(),
-            seed=draw.getrandbits(32),
-        )
-        for index, kind in enumerate(order)
-    )
+    planned = []
+    for index, kind in enumerate(order):
+        most = min(width - SPACING, steps / 8 if kind == "lose" else steps)
+        step = int(FIRST + index * width + draw.random() * most)
+        planned.append(PlannedFault(kind, step, fraction=draw.random(), seed=draw.getrandbits(32)))
+    return tuple(planned)
 
 
 def kill(pid: int) -> None:
-    """End a worker as the kernel does."""
+    """Kill a worker with SIGKILL, as the kernel does when memory runs out."""
     os.kill(pid, signal.SIGKILL)
 
 
 def hang(pid: int) -> None:
-    """Leave a worker alive and without progress."""
+    """Stop a worker with SIGSTOP: it stays alive but makes no progress."""
     os.kill(pid, signal.SIGSTOP)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A byte that was flipped: in which checkpoint, in which file of it."""
+    """The checkpoint and the file in which a byte was flipped."""
 
     checkpoint: str
     file: str
 
 
 def corrupt(folder: str, pid: int, draw: random.Random, save_in_flight: Callable[[], bool]) -> Damage:
-    """Flip a byte of the newest checkpoint, then end a worker.
+    """Flip a byte of the newest checkpoint, then kill a worker.
 
-    The worker is stopped first: a checkpoint that lacks its part cannot be committed. One that has its part
-    already still can, so while a save is in flight the worker goes on for a moment and is stopped again.
+    The worker is stopped first, because a checkpoint that lacks this worker's part cannot be committed. A
+    checkpoint that has the part already can still be committed. So while a save is in progress, the worker
+    continues for a moment and is stopped again.
     """
     deadline = time.monotonic() + QUIET_SECONDS
     os.kill(pid, signal.SIGSTOP)
@@ -140,7 +135,7 @@ def corrupt(folder: str, pid: int, draw: random.Random, save_in_flight: Callable
 
 
 def _settled(folder: str) -> str:
-    """Return the newest checkpoint once no newer one has come for a while."""
+    """Return the newest checkpoint once no newer one has appeared for a while."""
     newest, since = checkpoints(folder)[-1], time.monotonic()
     while time.monotonic() - since < SETTLE_SECONDS:
         time.sleep(0.01)
@@ -159,8 +154,8 @@ def flip(file: Path, offset: int, bits: int) -> None:
 
 
 class FullDisk:
-    """One worker's disk is full: its part of the next checkpoint is too large for what it may write. Linux
-    only."""
+    """Makes the disk look full to one worker, by limiting the size of the files it may write, so that its
+    part of the next checkpoint is too large. Works on Linux only."""
 
     def __init__(self, pid: int, limit: int) -> None:
         import resource
@@ -177,8 +172,8 @@ class FullDisk:
 
 
 def limits(folder: str) -> dict[int, int]:
-    """For each rank but the first: a limit on its files that stops its part of a checkpoint, and not its
-    log."""
+    """Return, for each rank but the first, a limit on the size of its files that stops its part of a
+    checkpoint but not its log."""
     by_rank = {}
     for path in Path(checkpoints(folder)[-1]).glob("rank-*.data"):
         rank, half = int(path.name.split("-")[1]), path.stat().st_size // 2

@@ -1,18 +1,18 @@
 """Training written a second time, in plain torch and from the papers, for `shardwise verify JOB --against
 plain`.
 
-A layout that agrees with one device of ours may share its mistakes: betas that are swapped, a rotation that
-turns the wrong way, a divisor that counts ignored targets. So nothing here is taken from our model, loss,
-update, schedule or data code, and each part is written in another way than there: a rotation is a complex
-product, attention has its whole matrix of scores, every expert computes every token, the logits exist, the
-gradients are autograd's, the optimizer is torch's or its paper's (`Optimizer.reference`). Slow, and in
-float64 only.
+A layout that agrees with our own code on one device may share its mistakes: swapped betas, a rotation in the
+wrong direction, a divisor that counts ignored targets. So nothing here is taken from our model, loss, update,
+schedule or data code, and each part is written in another way: a rotation is a complex product, attention has
+its whole matrix of scores, every expert computes every token, all logits are materialised, gradients come
+from autograd, and the optimizer is that of torch or of its paper (`Optimizer.reference`). It is slow, and
+computes in float64 only.
 
-Given are the job's numbers, the first weights and the prepared folders (so neither drawing weights nor
-tokenising is proven), and the rows that a proof makes itself. What the papers leave open is our definition,
-repeated here: which sample comes when; that losses are sums over the tokens of the global batch divided by
-its valid targets, the balancing losses too; that a router's bias is kept in float32; and that embeddings,
-norms and biases are not decayed.
+The settings of the job, the initial weights and the prepared data are given, so neither the initialisation of
+weights nor tokenising is proven. The rows that a proof generates are given too. What the papers leave open is
+defined by us and repeated here: which sample comes when; that losses, including the balancing losses, are
+sums over the tokens of the global batch divided by the number of its valid targets; that the bias of a router
+is kept in float32; and that embeddings, norms and biases have no weight decay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardwise.errors import UserError
 Array = NDArray[Any]
 State = dict[str, Tensor]
 Rows = tuple[Tensor, Tensor, Tensor]
-"""Inputs, targets (-100: none) and what tells documents apart, each (sequences, length)."""
+"""Inputs, targets (-100 means none) and document numbers, each of shape (sequences, length)."""
 
 KNOWN = {
     "norm": ("rms", "layer", "rms+1"),
@@ -55,13 +55,13 @@ NUMBERS = {
     "expert_ffn", "shared_experts", "normalise_routing", "routing_scale", "balance_loss", "balance_bias",
     "router_z_loss",
 }  # fmt: skip
-"""Settings of the model that are taken as they are."""
+"""Settings of the model that may have any value."""
 _TABLES = ("embedding.weight", "positions.weight")
-"""Matrices that are not decayed."""
+"""Matrices without weight decay."""
 
 
 def check_known(config: Config) -> None:
-    """Refuse what is not written here, rather than prove something else."""
+    """Refuse a job with a setting that this file does not implement, rather than prove something else."""
     for name, field in Model.model_fields.items():
         value = getattr(config.model, name)
         if value not in KNOWN.get(name, (value,) if name in NUMBERS else (field.default,)):
@@ -85,19 +85,19 @@ def check_known(config: Config) -> None:
 
 @dataclass(frozen=True)
 class Text:
-    """A prepared folder (data/shards.py has the format) as one row of tokens."""
+    """A folder of prepared data (data/shards.py defines the format), read as one sequence of tokens."""
 
     folder: Path
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """What the folder says of itself."""
+        """The contents of the folder's index file."""
         index: dict[str, Any] = json.loads((self.folder / "index.json").read_text())
         return index
 
     @cached_property
     def shards(self) -> list[tuple[Array, Array]]:
-        """Tokens of each file, and the offset after each document's last."""
+        """The tokens of each file, and the offset after the last token of each document."""
         names = [self.folder / shard["file"] for shard in self.index["shards"]]
         return [
             (np.memmap(name, self.index["dtype"], "r"), np.fromfile(name.with_suffix(".ends"), "<i8"))
@@ -106,21 +106,24 @@ class Text:
 
     @cached_property
     def conversations(self) -> list[tuple[Array, Array]]:
-        """The tokens of each, and whether each is to be learnt; nothing where the folder holds plain text."""
-        found = []
+        """The tokens of each conversation, and whether each token has a loss. Empty where the folder holds
+        plain text."""
+        conversations = []
         for shard, (tokens, ends) in zip(self.index["shards"], self.shards, strict=True):
             if self.index.get("holds_answers"):
                 learnt = np.zeros(len(tokens), dtype=bool)
-                for first, after in np.fromfile(
-                    self.folder / shard["file"].replace(".bin", ".answers"), "<i8"
-                ).reshape(-1, 2):
+                path = self.folder / shard["file"].replace(".bin", ".answers")
+                for first, after in np.fromfile(path, "<i8").reshape(-1, 2):
                     learnt[first:after] = True
-                found += list(zip(np.split(tokens, ends[:-1]), np.split(learnt, ends[:-1]), strict=True))
-        return found
+                parts = np.split(tokens, ends[:-1]), np.split(learnt, ends[:-1])
+                conversations += list(zip(*parts, strict=True))
+        return conversations
 
     def packed(self, length: int) -> list[list[int]]:
-        """Numbers of the conversations of each sequence: in order, as many as `length` inputs and a last
-        target have room for."""
+        """Return the numbers of the conversations in each sequence.
+
+        Conversations are taken in order, as many as `length` inputs and a last target have room for.
+        """
         rows: list[list[int]] = []
         room = 0
         for number, (tokens, _) in enumerate(self.conversations):
@@ -135,7 +138,7 @@ class Text:
         return sum(len(tokens) for tokens, _ in self.shards)
 
     def read(self, start: int, length: int) -> tuple[Array, Array]:
-        """Tokens from `start`, and whether each is the last of its document."""
+        """Return `length` tokens from `start`, and whether each is the last of its document."""
         tokens, last, base = [], [], 0
         for shard, ends in self.shards:
             window = range(*slice(max(0, start - base), max(0, start + length - base)).indices(len(shard)))
@@ -151,7 +154,7 @@ class Text:
 
 
 def _scramble(value: int) -> int:
-    """splitmix64."""
+    """Return the next output of the splitmix64 generator."""
     value = (value + 0x9E3779B97F4A7C15) % 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
@@ -166,8 +169,10 @@ def _key(*parts: int) -> int:
 
 
 def _shuffled(index: int, size: int, key: int) -> int:
-    """Where a keyed Feistel network of six rounds sends an index, again and again until it falls below
-    `size`."""
+    """Return the shuffled place of an index below `size`.
+
+    A keyed Feistel network of six rounds is applied again and again, until the result is below `size`.
+    """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     while True:
         left, right = index >> half, index % 2**half
@@ -179,12 +184,11 @@ def _shuffled(index: int, size: int, key: int) -> int:
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-    """Of 65,536 positions, by largest remainder, and at least one each."""
+    """Return how many of 65,536 positions each source gets: by largest remainder, and at least one each."""
     exact = [weight / sum(weights) * 65536 for weight in weights]
     shares = [max(1, math.floor(share)) for share in exact]
-    for index in sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])[
-        : max(0, 65536 - sum(shares))
-    ]:
+    by_remainder = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
+    for index in by_remainder[: max(0, 65536 - sum(shares))]:
         shares[index] += 1
     while sum(shares) > 65536:
         shares[shares.index(max(shares))] -= 1
@@ -193,31 +197,32 @@ def _quotas(weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Reader:
-    """The sequences of a job, in the order in which it trains on them."""
+    """Reads the sequences of a job in the order in which the job trains on them."""
 
     config: Config
     texts: Sequence[Text]
     weights: Sequence[float]
 
     def sizes(self, text: Text) -> tuple[int, int]:
-        """Samples to train on, and after them samples that are held out."""
+        """Return the number of samples to train on, and the number of held-out samples, which come after
+        them."""
         length, share = self.config.data.sequence_length, self.config.data.held_out
         samples = len(text.packed(length)) if text.conversations else (len(text) - 1) // length
         held_out = min(max(1, round(samples * share)), samples - 1) if share else 0
         return samples - held_out, held_out
 
     def batch(self, step: int) -> Rows:
-        """The global batch of a step, counted from 1."""
+        """Return the global batch of a step, counted from 1."""
         size = self.config.train.global_batch
         return self._rows([self._sample(position) for position in range((step - 1) * size, step * size)])
 
     def held_out(self, count: int) -> Rows:
-        """The first held-out sequences."""
+        """Return the first `count` held-out sequences."""
         samples = [
             (text, first + number)
             for text in self.texts
-            for first, own in [self.sizes(text)]
-            for number in range(own)
+            for first, held_out in [self.sizes(text)]
+            for number in range(held_out)
         ]
         return self._rows(
             [samples[_shuffled(index, len(samples), _key(3))] for index in range(min(count, len(samples)))]
@@ -256,8 +261,11 @@ class Reader:
         return tokens[:-1], np.where(ends, -100, tokens[1:]), ends.cumsum() - ends
 
     def _conversations(self, text: Text, sample: int) -> tuple[Array, Array, Array]:
-        """Whole conversations, each predicted within itself, and the end of a document over and over in what
-        is left."""
+        """Return the inputs, targets and document numbers of a sequence of whole conversations.
+
+        No token predicts the first token of the next conversation. The rest of the sequence is filled with
+        the end-of-document token.
+        """
         length, end = self.config.data.sequence_length, text.index["end"]
         inputs, targets, documents = (np.full(length, fill, dtype=np.int64) for fill in (end, -100, -1))
         place = 0
@@ -272,7 +280,7 @@ class Reader:
 
 
 def checksum(inputs: Tensor) -> str:
-    """Of the sequences of a step, as metrics.jsonl has it."""
+    """Return the checksum of the sequences of a step, as in metrics.jsonl."""
     return f"{sum(zlib.crc32(row.numpy().astype('<i8').tobytes()) for row in inputs):014x}"
 
 
@@ -281,18 +289,18 @@ def checksum(inputs: Tensor) -> str:
 
 @dataclass
 class Forward:
-    """One pass over a batch: sums over its tokens."""
+    """One forward pass over a batch, which returns sums over its tokens."""
 
     model: Model
     state: State
     balancing: Tensor | float = 0.0
-    """The losses of routers."""
+    """Sum of the balancing losses of all routers."""
 
     def __post_init__(self) -> None:
         self.loads: dict[str, Tensor] = {}
 
     def __call__(self, rows: Rows) -> Tensor:
-        """Cross-entropy, summed over targets."""
+        """Return the cross-entropy, summed over all targets."""
         inputs, targets, documents = rows
         model, state, length = self.model, self.state, inputs.shape[1]
         x = state["embedding.weight"][inputs]
@@ -317,7 +325,8 @@ class Forward:
         return ((logits.logsumexp(-1) - chosen) * (targets != -100)).sum()
 
     def _norm(self, name: str, x: Tensor, kind: str | None = None) -> Tensor:
-        """Zhang and Sennrich 2019; Ba et al. 2016; with one added to the weight, Gemma."""
+        """Apply RMSNorm (Zhang and Sennrich 2019), LayerNorm (Ba et al. 2016), or RMSNorm with one added to
+        the weight (Gemma)."""
         kind = kind or self.model.norm
         centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
         weight = self.state[f"{name}.weight"] + (1 if kind == "rms+1" else 0)
@@ -332,39 +341,34 @@ class Forward:
         return y + self.state[f"{name}.bias"] if biased else y
 
     def _attention(self, name: str, x: Tensor, seen: Tensor) -> Tensor:
-        """Vaswani et al. 2017; shared keys and values: Ainslie et al. 2023; windows: Jiang et al. 2023; caps:
-        Gemma 2, 2024."""
+        """Apply attention (Vaswani et al. 2017), with grouped keys and values (Ainslie et al. 2023), windows
+        (Jiang et al. 2023) and soft caps (Gemma 2, 2024)."""
         model = self.model
         parts = (self._linear(f"{name}.{part}", x) for part in ("query", "key", "value"))
         query, key, value = (part.reshape(*x.shape[:2], -1, model.head_dim) for part in parts)
         if model.qk_norm:
-            query, key = (
-                self._norm(f"{name}.query_norm", query, "rms"),
-                self._norm(f"{name}.key_norm", key, "rms"),
-            )
+            query = self._norm(f"{name}.query_norm", query, "rms")
+            key = self._norm(f"{name}.key_norm", key, "rms")
         if model.positions == "rotary":
             query, key = self._rotate(query), self._rotate(key)
         shared = torch.arange(model.heads) // (model.heads // model.kv_heads)
-        scores = torch.einsum("sihd,sjhd->shij", query, key[:, :, shared]) / math.sqrt(
-            model.query_scalar or model.head_dim
-        )
+        scores = torch.einsum("sihd,sjhd->shij", query, key[:, :, shared])
+        scores = scores / math.sqrt(model.query_scalar or model.head_dim)
         scores = _softcapped(scores, model.attention_softcap)
         shares = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
-        return self._linear(
-            f"{name}.output", torch.einsum("shij,sjhd->sihd", shares, value[:, :, shared]).flatten(2)
-        )
+        mixed = torch.einsum("shij,sjhd->sihd", shares, value[:, :, shared])
+        return self._linear(f"{name}.output", mixed.flatten(2))
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Su et al. 2021: channels i and i + head_dim / 2 are a complex number, multiplied by exp(i position
-        frequency)."""
+        """Apply rotary positions (Su et al. 2021): channels i and i + head_dim / 2 form a complex number,
+        which is multiplied by exp(i position frequency)."""
         model, half = self.model, self.model.head_dim // 2
         frequencies = torch.tensor(
             [model.rope_theta ** (-pair / half) for pair in range(half)], dtype=torch.float64
         )
         if model.rope_scale != 1:  # Llama 3.1
-            waves = model.rope_original / (
-                2 * math.pi / frequencies
-            )  # as many fit into the length trained on
+            # How many waves fit into the length of the first training.
+            waves = model.rope_original / (2 * math.pi / frequencies)
             smooth = (waves - 1) / (4 - 1)
             blended = (1 - smooth) * frequencies / model.rope_scale + smooth * frequencies
             frequencies = torch.where(
@@ -375,18 +379,18 @@ class Forward:
         return torch.cat((turned.real, turned.imag), -1)
 
     def _feed_forward(self, name: str, x: Tensor) -> Tensor:
-        """Shazeer 2020; GPT-2's approximation of Hendrycks and Gimpel 2016."""
+        """Apply the feed-forward layer (Shazeer 2020, or GPT-2's approximation of Hendrycks and Gimpel
+        2016)."""
         up = self._linear(f"{name}.up", x)
         if self.model.activation == "gelu":
             return self._linear(f"{name}.down", _gelu(up))
         gate = self._linear(f"{name}.gate", x)
-        return self._linear(
-            f"{name}.down", (gate * gate.sigmoid() if self.model.activation == "swiglu" else _gelu(gate)) * up
-        )
+        gate = gate * gate.sigmoid() if self.model.activation == "swiglu" else _gelu(gate)
+        return self._linear(f"{name}.down", gate * up)
 
     def _experts(self, name: str, x: Tensor) -> Tensor:
-        """Shazeer et al. 2017; balance: Fedus et al. 2021, DeepSeek-V3 2024, Wang et al. 2024; z-loss: Zoph
-        et al. 2022."""
+        """Apply a mixture of experts (Shazeer et al. 2017). The balancing losses are those of Fedus et al.
+        2021, DeepSeek-V3 2024 and Wang et al. 2024; the z-loss is that of Zoph et al. 2022."""
         model, state = self.model, self.state
         logits = x @ state[f"{name}.router.weight"].T  # (sequences, tokens, experts)
         scores = logits.softmax(-1) if model.router == "softmax" else logits.sigmoid()
@@ -402,13 +406,10 @@ class Forward:
         inner = gated * gated.sigmoid() * torch.einsum("sth,efh->stef", x, up)
         y = torch.einsum("stef,ehf,ste->sth", inner, down, weights)
         self.loads[name] = chosen.sum((0, 1))
-        share, mean = (
-            chosen.mean(1) / model.experts_per_token,
-            (scores / scores.sum(-1, keepdim=True)).mean(1),
-        )
-        self.balancing = (
-            self.balancing + model.balance_loss * x.shape[1] * model.experts * (share * mean).sum()
-        )
+        share = chosen.mean(1) / model.experts_per_token
+        mean = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        balance = model.balance_loss * x.shape[1] * model.experts * (share * mean).sum()
+        self.balancing = self.balancing + balance
         self.balancing = self.balancing + model.router_z_loss * logits.logsumexp(-1).square().sum()
         return y + self._feed_forward(f"{name}.shared", x) if model.shared_experts else y
 
@@ -425,8 +426,11 @@ def _softcapped(numbers: Tensor, cap: float | None) -> Tensor:
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Of a step, counted from 1: a line up to the peak over `warmup` steps, and from there (wsd: from `decay`
-    steps before the end) half a cosine or a line down to `final_learning_rate` of it at the last step."""
+    """Return the learning rate of a step, counted from 1.
+
+    It rises linearly to the peak over `warmup` steps. From there (wsd: from `decay` steps before the end) it
+    falls, along half a cosine or a line, to `final_learning_rate` times the peak at the last step.
+    """
     peak, final, begin = train.learning_rate, train.learning_rate * train.final_learning_rate, train.warmup
     if step <= train.warmup:
         return peak * step / train.warmup
@@ -435,13 +439,13 @@ def learning_rate(train: Train, step: int) -> float:
     if train.schedule == "constant" or step <= begin:
         return peak
     gone = min(1.0, (step - begin) / (train.steps - begin))
-    return final + (peak - final) * (
-        (1 + math.cos(math.pi * gone)) / 2 if train.schedule == "cosine" else 1 - gone
-    )
+    left = (1 + math.cos(math.pi * gone)) / 2 if train.schedule == "cosine" else 1 - gone
+    return final + (peak - final) * left
 
 
 def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer:
-    """Return an optimizer over these weights that shares no code with ours; decay is of matrices alone."""
+    """Return an optimizer over these weights that shares no code with ours. Only matrices have weight
+    decay."""
     decayed = [weight for name, weight in weights.items() if weight.ndim >= 2 and name not in _TABLES]
     rest = [weight for name, weight in weights.items() if weight.ndim < 2 or name in _TABLES]
     groups: list[dict[str, Any]] = [
@@ -455,28 +459,28 @@ def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class PlainStep:
-    """What a step did."""
+    """The numbers and the gradients of one training step."""
 
     step: int
     loss: float
     norm: float
     learning_rate: float
     gradients: State
-    """Before clipping."""
+    """Gradients before clipping."""
     loads: dict[str, Tensor]
-    """By mixture of experts, how often each was chosen."""
+    """Number of tokens that chose each expert, by mixture of experts."""
 
     @property
     def imbalance(self) -> float:
-        """The load of the busiest expert of any layer, relative to an even load."""
+        """Load of the busiest expert of any layer, relative to an even load."""
         return max(float(load.max() / load.mean()) for load in self.loads.values())
 
 
 def train_plainly(
     config: Config, weights: State, biases: State, batch: Callable[[int], Rows], steps: int
 ) -> Iterator[PlainStep]:
-    """Train from these weights and routers' biases, which are changed in place; `batch(step)` gives the rows
-    of a step."""
+    """Train from these weights and router biases, which are changed in place, and yield each step.
+    `batch(step)` returns the rows of a step."""
     model, train = config.model, config.train
     optimizer = reference_optimizer(config, weights)
     for step in range(1, steps + 1):
@@ -484,9 +488,9 @@ def train_plainly(
         forward, rows = Forward(model, {**leaves, **biases}), batch(step)
         valid = (rows[1] != -100).sum()
         loss = forward(rows)
-        found = torch.autograd.grad((loss + forward.balancing) / valid, list(leaves.values()))
-        gradients = dict(zip(leaves, found, strict=True))
-        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in found))
+        derivatives = torch.autograd.grad((loss + forward.balancing) / valid, list(leaves.values()))
+        gradients = dict(zip(leaves, derivatives, strict=True))
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in derivatives))
         clipped = 1.0 if train.clip is None else min(1.0, train.clip / norm)
         lr = learning_rate(train, step)
         for group in optimizer.param_groups:
@@ -502,6 +506,6 @@ def train_plainly(
 
 
 def held_out_loss(config: Config, weights: State, biases: State, rows: Rows) -> float:
-    """Mean cross-entropy of targets that were not trained on."""
+    """Return the mean cross-entropy over the targets of held-out rows."""
     with torch.no_grad():
         return float(Forward(config.model, {**weights, **biases})(rows) / (rows[1] != -100).sum())

@@ -1,13 +1,14 @@
-"""What a proof runs: the job on its own number of devices, made small if need be, in the dtype of the proof.
+"""The job that a proof runs: on its own number of devices, made small if needed, in the dtype of the proof.
 
-Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed,
-because it would only make the proof weaker or slower: the schedule is that of a run which ends just after the
-proof's steps (in a long warm-up the learning rate is near zero, so that no weight would move and a wrong
-update would go unseen; here it rises and falls), blocks are not compiled, and everything runs on CPU
-processes. On GPUs, where that is asked for (`run.device`), blocks are compiled if the job says so; the
-reference is one CPU process all the same. Between the rows of the job's data are others, made to reach what
-its text may never (verify/proof_rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it,
-and on one device into none; and a global batch and one row more are evaluated on.
+Model, layout, data order, micro-batches, recomputation, optimizer and clipping stay as in training. What
+would only make the proof weaker or slower is changed. The learning-rate schedule is that of a run which ends
+just after the steps of the proof: in a long warm-up the learning rate is near zero, so no weight would move
+and a wrong update would not be seen. Blocks are not compiled, and everything runs in CPU processes. If GPUs
+are requested (`run.device`), blocks are compiled if the job says so; the reference is still one CPU process.
+
+Three things are added. Every other row of data is generated to reach cases that the job's text may never
+reach (verify/proof_rows.py). The loss is cut into a few chunks of tokens, as in large jobs, but not on one
+device. And the evaluation reads one row more than a global batch.
 """
 
 from __future__ import annotations
@@ -24,47 +25,50 @@ from shardwise.verify.shrink import shrink
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
-"""The spacing of numbers just above 1."""
+"""Distance between 1 and the next larger number of each dtype."""
 ALLOWANCE = 8.0
-"""In a short dtype, how many times one device's own rounding error a layout may be off by."""
+"""In a dtype shorter than float64, the largest error of a layout as a multiple of one device's rounding
+error."""
 CHUNKS = 3
-"""Of the loss, for a micro-batch of more than a few tokens; the last is shorter."""
+"""Number of chunks of the loss for a micro-batch of more than a few tokens; the last chunk is shorter."""
 
 
 _WEIGHTS = ("weight_compression",)
+"""Settings of the layout that belong to the compression of weights."""
 
 
 @dataclass(frozen=True)
 class ProofJob:
-    """A job as the processes run it: on its layout, and on one device."""
+    """A job as the processes of a proof run it, on its layout or on one device."""
 
     config: Config
     plan: Plan
     steps: int
     dtype: Dtype
     ids: int
-    """Of tokens: the model takes those from 0 to one below this."""
+    """Number of token ids that the model accepts, counted from 0."""
     parts: int
-    """Into which the layout's tensor devices cut them; on one device too, so that its rows are the same."""
+    """Number of parts into which the layout's tensor devices split the ids. It is the same on one device, so
+    that the generated rows are the same."""
     chunk: int | None = None
-    """Tokens of the loss at a time; None: all."""
+    """Number of tokens in a chunk of the loss; None means that there is one chunk."""
     compressed: tuple[Layout, ...] = ()
-    """The layout with each compression that the job asks for, one at a time."""
+    """Copies of the layout, each with one of the compressions that the job asks for."""
     uneven: bool = False
-    """Whether devices get uneven shares of the batch."""
+    """Whether devices get different numbers of rows of the batch."""
 
     @property
     def world(self) -> int:
-        """Processes that the layout takes."""
+        """Number of processes that the layout takes."""
         return self.plan.layout.world
 
     def on_one_device(self, dtype: Dtype) -> ProofJob:
-        """The reference: no layout, and each global batch in one piece, so that accumulation is proven
-        too."""
+        """Return the job of the reference: one device, and each global batch in one piece, so that gradient
+        accumulation is proven too."""
         layout = Layout(data=1)  # type: ignore[call-arg]
         train = {**_train(self.config, self.steps, dtype), "micro_batch": None}
         run = self.config.run
-        if dtype == "float64":  # the truth, which owes nothing to a GPU
+        if dtype == "float64":  # the reference must not depend on a GPU
             train["compile"], run = False, run.model_copy(update={"device": "cpu"})
         config = self.config.model_copy(
             update={"layout": layout, "train": self.config.train.model_copy(update=train), "run": run},
@@ -72,13 +76,14 @@ class ProofJob:
         return replace(self, config=config, plan=choose(config, 1), dtype=dtype, chunk=None)
 
     def with_compression(self, layout: Layout) -> ProofJob:
-        """The same on a layout with compression, in float64."""
+        """Return the same job in float64 on a layout with compression."""
         job = self.in_dtype("float64")
         config = job.config.model_copy(update={"layout": layout})
         return replace(job, config=config, plan=choose(config, self.world))
 
     def in_dtype(self, dtype: Dtype) -> ProofJob:
-        """The same layout in another dtype, module by module: not compiled."""
+        """Return the same job in another dtype, without compilation, so that modules can be compared one by
+        one."""
         train = self.config.train.model_copy(
             update={**_train(self.config, self.steps, dtype), "compile": False}
         )
@@ -86,32 +91,25 @@ class ProofJob:
 
 
 def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
-    """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
+    """Return the job of the proof, and the (before, after) values by key of what was shrunk; None if nothing
+    was."""
     driver = driver_of(config)
     if not driver.lockstep:
         raise UserError(
             f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in "
-            f"lockstep; "
-            "add train.driver=synchronous, and leave the driver's own table out"
+            f"lockstep; add train.driver=synchronous, and leave the driver's own table out"
         )
     if config.train.precision == "float8" and dtype == "float32":
         raise UserError(
-            "--dtype float32: products in float8 are between numbers in bfloat16, or in float64; use one "
-            "of these"
+            "--dtype float32: products in float8 are between numbers in bfloat16, or in float64; use one of "
+            "these"
         )
-    model = config.model.model_copy(
-        update={"pretrained": None}
-    )  # weights are drawn: a proof is of computing, not of what they know
+    # Weights are initialised at random: a proof is about the computation, not about trained values.
+    model = config.model.model_copy(update={"pretrained": None})
     small, shrunk = shrink(config.model_copy(update={"model": model}))
     data = smallest_data(small.layout)
     layout = with_nearby_that_divides(small.layout, data).model_copy(update={"data": data, "offload": False})
-    asked, usual = layout.model_copy(update={"compression_warmup": 0}), Layout()  # type: ignore[call-arg]
-    layout = asked.model_copy(update=usual.model_dump(include={*SETTINGS, *_WEIGHTS}))
-    compressed = tuple(
-        layout.model_copy(update=asked.model_dump(include=set(fields)))
-        for name, fields in (("compression", SETTINGS), ("weight_compression", _WEIGHTS))
-        if getattr(asked, name) not in (None, AUTO)
-    )
+    layout, compressed = _split_compression(layout)
     run = small.run.model_copy(update={"device": "cuda" if small.run.device == "cuda" else "cpu"})
     small = small.model_copy(
         update={
@@ -128,9 +126,24 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     ), shrunk
 
 
+def _split_compression(layout: Layout) -> tuple[Layout, tuple[Layout, ...]]:
+    """Return the layout without compression, and one layout for each compression that it asks for."""
+    compressing = layout.model_copy(update={"compression_warmup": 0})
+    defaults = Layout()  # type: ignore[call-arg]
+    exact = compressing.model_copy(update=defaults.model_dump(include={*SETTINGS, *_WEIGHTS}))
+    compressed = tuple(
+        exact.model_copy(update=compressing.model_dump(include=set(fields)))
+        for name, fields in (("compression", SETTINGS), ("weight_compression", _WEIGHTS))
+        if getattr(compressing, name) not in (None, AUTO)
+    )
+    return exact, compressed
+
+
 def smallest_data(layout: Layout) -> int:
-    """The data axis: as given, or where it is left open, what the experts need; two where no other axis is
-    there to prove."""
+    """Return the size of the data axis.
+
+    Where the job leaves it open, it is what the experts need, or 2 if the layout has no other axis to prove.
+    """
     if layout.data > 0:
         return layout.data
     return max(fewest_devices(layout) // layout.fixed, 2 if layout.fixed == 1 else 1)
@@ -143,7 +156,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
     return {
         "precision": "float8" if float8 else dtype,  # between values in the dtype of the proof
         "state_dtype": "float64" if float8 and dtype == "float64" else state,
-        "float8_scaling": "delayed",  # dynamic scales depend on who has which tokens
+        "float8_scaling": "delayed",  # dynamic scales depend on which device has which tokens
         "steps": steps + 1,
         "warmup": min(train.warmup, 2 if steps > 2 else 0),
         "decay": 2,
@@ -155,36 +168,34 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
 
 
 Against = Literal["one-device", "plain"]
-"""What a layout is held against: this code on one device, or verify/plain_torch.py."""
+"""What a layout is compared with: this code on one device, or verify/plain_torch.py."""
 
 Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
-"""What verify/sabotage.py can break."""
+"""Kinds of faults that verify/sabotage.py can inject."""
 
 
 SCALE = 1.01
-"""What scale-gradient multiplies by."""
+"""Factor by which scale-gradient multiplies a gradient."""
 
 
 def check_sabotage(kind: Sabotage, proof: ProofJob) -> None:
-    """A layout without what is to be broken cannot be sabotaged so."""
+    """Refuse a kind of sabotage that the layout or the model has nothing to break for."""
     model = proof.config.model
     if kind == "scale-gradient" and ALLOWANCE * ROUNDING[proof.dtype] > SCALE - 1:
         raise UserError(
             f"--sabotage scale-gradient: a gradient that is off by {(SCALE - 1) * 100:.0f} % is within what "
-            f"rounding to "
-            f"{proof.dtype} may cost; use --dtype float64"
+            f"rounding to {proof.dtype} may cost; use --dtype float64"
         )
     if kind == "drop-all-reduce" and proof.world == 1:
         raise UserError(
-            "--sabotage drop-all-reduce: one device sums over nobody; give a layout, for example "
+            "--sabotage drop-all-reduce: one device has no sums over devices; give a layout, for example "
             "layout.data=2"
         )
     if kind == "misroute-token" and model.experts <= model.experts_per_token:
         raise UserError(
             f"--sabotage misroute-token: the model has {model.experts} experts and a token visits "
-            f"{model.experts_per_token}, so "
-            "none is wrong; it needs a model with more experts than a token visits, for example "
-            "model.preset=moe-tiny"
+            f"{model.experts_per_token}, so none is wrong; it needs a model with more experts than a token "
+            f"visits, for example model.preset=moe-tiny"
         )
     if kind == "swap-chunks" and proof.config.data.sequence_length // proof.plan.layout.context < 2:
         raise UserError(

@@ -1,15 +1,15 @@
-"""Local processes for a proof: started in a moment, ended together, whatever happens.
+"""Local processes for a proof, which start within milliseconds and always end together.
 
-A proof runs seconds, and a process that imports torch takes as long. So one server imports it once and every
-worker is forked from there, which takes milliseconds each (resilience/forked.py); this process need not
-import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
-*arguments)`, given as "module:function" (so that it need not be imported here), which meets its peers at a
-fresh port, and whose answers come back in rank order.
+A proof takes seconds, and so does importing torch in a process. So one server imports torch once, and every
+worker is forked from it, which takes milliseconds each (resilience/forked.py). The process of the proof need
+not import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
+*arguments)`, given as "module:function" so that it need not be imported here. The workers of a task connect
+to each other at a new port, and their results are returned in rank order.
 
-However many workers there are, each computes with one thread: sixteen on two cores take turns.
+However many workers there are, each computes with one thread: sixteen workers on two cores take turns.
 
-The first failure ends all of them, since the others would wait for the failed one in a collective: the cause
-is raised here, and no process outlives the `with` block.
+The first failure ends all workers, because the others would wait for the failed one in a collective. The
+cause is raised here, and no process outlives the `with` block.
 """
 
 from __future__ import annotations
@@ -25,39 +25,45 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
 from shardwise.resilience.server import start_server
 
+if TYPE_CHECKING:
+    from shardwise.mesh import Worker
+
 PRELOAD = ["shardwise.verify.compare_layout", "shardwise.verify.trace_modules", "shardwise.verify.sum_dtypes"]
 SECONDS = 600.0
-"""After this long without an answer the workers are taken to wait for each other in vain."""
+"""Seconds without an answer after which the workers are considered to wait for each other forever."""
 
 
 @dataclass(frozen=True)
 class _TaskFailed:
+    """A failure of a task in one worker, as it is sent through the pipe."""
+
     rank: int
     at: float
     message: str
     trace: str
     status: int | None
-    """Of an error that is the user's to mend."""
+    """Exit status of an error that the user can correct; None for any other error."""
 
 
 class Workers:
-    """So many local processes, for as long as the `with` block lasts."""
+    """A number of local processes, which live as long as the `with` block."""
 
     def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
-        """`longest_delay`: seconds, of transfers between workers that share a GPU (mesh/through_host.py)."""
+        """Prepare `count` workers. `longest_delay` is the longest delay, in seconds, of transfers between
+        workers that share a GPU (mesh/through_host.py)."""
         self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
         self._started: list[Forked] = []
 
     @property
     def folder(self) -> Path:
-        """A folder that lasts as long as the workers."""
+        """A temporary folder that is deleted when the workers end."""
         return Path(self._folder.name)
 
     def __enter__(self) -> Workers:
@@ -76,7 +82,7 @@ class Workers:
         self._end()
 
     def run(self, task: str, *arguments: Any, on: int | None = None) -> list[Any]:
-        """Run a task on the first `on` workers (all of them) as one world; what each returned, in rank
+        """Run a task on the first `on` workers (default: all) as one world, and return their results in rank
         order."""
         chosen = self._started[:on]
         port = free_port()
@@ -85,17 +91,16 @@ class Workers:
         answers: dict[int, Any] = {}
         deadline, waiting = time.monotonic() + self.seconds, list(chosen)
         while waiting:
-            speaking = ready(waiting, deadline - time.monotonic())
-            if not speaking:
+            answering = ready(waiting, deadline - time.monotonic())
+            if not answering:
                 raise RunFailed(self._no_answer([process.rank for process in waiting]))
-            for process in speaking:
+            for process in answering:
                 waiting.remove(process)
                 answer = process.hear()
                 if isinstance(answer, _TaskFailed | Died):
-                    others = last_messages(waiting, lambda word: True)
-                    raise self._cause(
-                        [answer, *(other for other in others if isinstance(other, _TaskFailed | Died))]
-                    )
+                    others = last_messages(waiting, lambda message: True)
+                    failures = [other for other in others if isinstance(other, _TaskFailed | Died)]
+                    raise self._cause([answer, *failures])
                 answers[process.rank] = answer
         return [answers[process.rank] for process in chosen]
 
@@ -104,32 +109,29 @@ class Workers:
         self._folder.cleanup()
 
     def _cause(self, failures: Sequence[_TaskFailed | Died]) -> Exception:
-        """The user's to mend before all else; then a death, then the first to fail."""
+        """Return the exception to raise: an error that the user can correct, else the death of a process,
+        else the earliest failure."""
         for failure in failures:
             if isinstance(failure, _TaskFailed) and failure.status is not None:
-                return (
-                    RunFailed(failure.message)
-                    if failure.status == RunFailed.status
-                    else UserError(failure.message)
-                )
+                kind = RunFailed if failure.status == RunFailed.status else UserError
+                return kind(failure.message)
         dead = [failure for failure in failures if isinstance(failure, Died)]
         if dead:
             return RunFailed(f"rank {dead[0].rank} of {self.count} failed:\n{dead[0].message}")
-        first = min(
-            (failure for failure in failures if isinstance(failure, _TaskFailed)),
-            key=lambda failure: failure.at,
-        )
+        failed = [failure for failure in failures if isinstance(failure, _TaskFailed)]
+        first = min(failed, key=lambda failure: failure.at)
         return RunFailed(f"rank {first.rank} of {self.count} failed:\n{first.trace}")
 
     def _no_answer(self, ranks: list[int]) -> str:
-        """Nobody failed and nobody answers: show where the first of them stands."""
+        """Return a message for the case that no worker failed and none answers. It shows where the first of
+        them stands."""
         stack = self._started[ranks[0]].log.read_text(errors="replace")[-3000:]
         waited = f"no answer from ranks {ranks} within {self.seconds:.0f} s: they wait for each other"
         return f"{waited}. Rank {ranks[0]} is here:\n{stack}"
 
 
 def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
-    """What a worker does: task after task, until the pipe closes."""
+    """Run task after task in a worker, until the pipe closes."""
     import torch
 
     from shardwise.mesh import through_host
@@ -148,12 +150,13 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
 
 
 def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[Any]) -> Any:
+    """Run a task, and return its result or a description of its failure."""
     from shardwise.mesh import leave
 
     try:
         module, _, function = task.partition(":")
         return getattr(importlib.import_module(module), function)(_worker(rank, world, port), *arguments)
-    except BaseException as error:  # whatever it is, it belongs to whoever asked
+    except BaseException as error:  # any failure is reported to the process that gave the task
         trace = "".join(traceback.format_exception(error))
         status = error.status if isinstance(error, UserError) else None
         return _TaskFailed(rank, time.time(), str(error), trace, status)
@@ -161,9 +164,9 @@ def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[Any
         leave()  # peers that wait for this rank then fail at once
 
 
-def _worker(rank: int, world: int, port: int) -> Any:
+def _worker(rank: int, world: int, port: int) -> Worker:
     from shardwise.mesh import Worker
 
-    # As if it shared its machine with very many: then it gets one thread, and a GPU only where it is asked to
-    # share one.
+    # The number of local workers is very large, so that a worker gets one thread, and a GPU only if it is
+    # told to share one.
     return Worker(rank, world, rank, 2**20, "127.0.0.1", port, "verify")

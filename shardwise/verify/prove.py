@@ -1,11 +1,11 @@
-"""The proof from end to end: one device, the layout, the verdict, and if it fails, where and why.
+"""The proof from end to end: the reference, the layout, the verdict, and on failure where and why.
 
-    reference (one process of ours, or plain torch) → file → every rank compares → verdict
-    if that fails: once more, module by module → diagnosis
+    reference (our code in one process, or plain torch) → file → every rank compares → verdict
+    if the verdict is a failure: once more, module by module → diagnosis
 
-Costs: K steps on one device and K on the layout, all on this machine's cores (or the layout's on its GPUs,
-where that is asked for); memory for the model as often as there are processes; on disk, for a while, K + 1
-copies of the model in float64.
+A proof of K steps costs K steps on one device and K on the layout, all on the cores of this machine (or the
+layout's on its GPUs, if they are requested). It takes memory for one copy of the model per process, and for a
+while, disk space for K + 1 copies of the model in float64.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from shardwise.config import AXES, Config
@@ -22,10 +23,10 @@ from shardwise.data import Dataset, check_vocabulary, settled
 from shardwise.errors import UserError
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
-from shardwise.verify.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.proof_rows import ProofDataset, Reached, what_is_reached
-from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 from shardwise.verify.proof_workers import Workers
+from shardwise.verify.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
+from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 from shardwise.words import counted
 
 REFER, COMPARE = (
@@ -39,13 +40,14 @@ REFER_TRACE, COMPARE_TRACE = (
 )
 COMPRESSED = "shardwise.verify.compressed_step:measure_compressed"
 REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sum_dtypes:short_sums"
+"""Tasks of the workers, as "module:function": REFER… writes a reference, COMPARE… compares with it."""
 REFERENCE_FILE = "reference.pt"
 PLAIN_FILE = "plain.pt"
 
 
 @dataclass(frozen=True)
 class ProofResult:
-    """What a proof came to."""
+    """The result of a proof."""
 
     proof: ProofJob
     shrunk: dict[str, Any] | None
@@ -60,21 +62,21 @@ class ProofResult:
 
     @property
     def sabotaged(self) -> dict[str, Any] | None:
-        """What was broken on purpose."""
+        """Description of the fault that was injected on purpose; None if there was none."""
         return next((report.sabotaged for report in self.reports if report.sabotaged), None)
 
     @property
     def unnoticed(self) -> bool:
-        """Something was broken on purpose, and the proof passes all the same."""
+        """Whether a fault was injected on purpose and the proof still passes."""
         return self.sabotaged is not None and self.verdict.passes
 
     def to_json(self) -> dict[str, Any]:
-        """What --json prints."""
+        """Return the result as `--json` prints it."""
         proof, verdict = self.proof, self.verdict
         rows = [error.to_json(proof.dtype) for error in verdict.errors]
         parameters = [row for row in rows if row["parameter"]]
-        kept = ("relative_error", "rounding_units", "step", "ranks")
-        numbers = {row["quantity"]: {key: row[key] for key in kept} for row in rows if not row["parameter"]}
+        shown = ("relative_error", "rounding_units", "step", "ranks")
+        numbers = {row["quantity"]: {key: row[key] for key in shown} for row in rows if not row["parameter"]}
         parallel = self._parallel_losses()
         worst = verdict.errors[0].to_json(proof.dtype)
         return {
@@ -106,7 +108,7 @@ class ProofResult:
         }
 
     def _parallel_losses(self) -> list[float]:
-        """Of each step, from the rank that is furthest off."""
+        """Return the loss of each step, from the rank whose loss is furthest from the reference."""
         by_step = zip(*(report.losses for report in self.reports), strict=True)
         return [
             max(losses, key=lambda loss: abs(loss - reference))
@@ -124,9 +126,12 @@ def prove(
     against: Against = "one-device",
     workers: Workers | None = None,
 ) -> ProofResult:
-    """Run a job on its layout and on one device, or in plain torch, and compare. While text is tokenised,
-    `preparing()` gives what hears of it; `say` hears of the stages. `workers`: as many as the layout needs or
-    more, where there are some already."""
+    """Run a job on its layout and on one device (or in plain torch), and compare.
+
+    `preparing()` returns a context whose value is called with the progress of tokenising. `say` is called
+    with a sentence at each stage. `workers` are used if given; there must be at least as many as the layout
+    needs.
+    """
     started = time.monotonic()
     if against == "plain":
         _check_plain(config, dtype)
@@ -135,10 +140,7 @@ def prove(
         check_sabotage(sabotage, proof)
     with preparing() as progress:
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
-    embedded = _check_module(replace(proof, config=settled(proof.config, dataset)))
-    check_vocabulary(dataset, proof.config.model.vocabulary)
-    if proof.config.model.module is not None:
-        proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))
+    proof = _with_ids_of_module(proof, dataset)
     with Workers(proof.world) if workers is None else nullcontext(workers) as workers:
         say(f"{counted(steps, 'step')} {'in plain torch' if against == 'plain' else 'on one device'}")
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
@@ -158,49 +160,59 @@ def prove(
             diagnosis = localise(verdict, reference, reports)
         if verdict.passes and sabotage is None and against == "one-device":
             verdict = replace(verdict, faults=tuple(_wrong_sums(workers, proof, say)))
-        compressed = []
-        for layout in proof.compressed if verdict.passes and sabotage is None else ():
-            what = what_is_compressed(layout)
-            say(f"one step with {what}, for what it leaves out")
-            reports_of_step = workers.run(
-                COMPRESSED, proof.with_compression(layout), path, reference, on=proof.world
-            )
-            compressed.append(judge_compressed(what, reports_of_step))
-            verdict = replace(verdict, faults=(*verdict.faults, *compressed[-1].faults))
+        compressed: tuple[CompressedVerdict, ...] = ()
+        if verdict.passes and sabotage is None:
+            compressed = tuple(_compressed_steps(workers, proof, path, reference, say))
+            faults = (fault for step in compressed for fault in step.faults)
+            verdict = replace(verdict, faults=(*verdict.faults, *faults))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     seconds = time.monotonic() - started
     return ProofResult(
-        proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, tuple(compressed)
+        proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, compressed
     )
 
 
+def _compressed_steps(
+    workers: Workers, proof: ProofJob, path: Path, reference: Reference, say: Callable[[str], None]
+) -> Iterator[CompressedVerdict]:
+    """Yield the verdict on one step with each compression that the job asks for."""
+    for layout in proof.compressed:
+        what = what_is_compressed(layout)
+        say(f"one step with {what}, for what it leaves out")
+        job = proof.with_compression(layout)
+        yield judge_compressed(what, workers.run(COMPRESSED, job, path, reference, on=proof.world))
+
+
 def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -> Iterator[str]:
-    """Sums that the layout takes in 16 bits and one device does not, which no error in float64 shows."""
+    """Yield the sums that the layout takes in 16 bits and one device does not. No error in float64 shows
+    these."""
     say("one step in bfloat16, for the dtype of sums")
     allowed: list[list[ShortSum]] = workers.run(REFER_SUMS, proof.on_one_device("bfloat16"), on=1)
     ranks: dict[ShortSum, list[str]] = defaultdict(list)
     for rank, sums in enumerate(workers.run(COMPARE_SUMS, proof.in_dtype("bfloat16"), on=proof.world)):
-        for found in sums:
-            ranks[found].append(str(rank))
+        for short_sum in sums:
+            ranks[short_sum].append(str(rank))
     for (operator, function), on in ranks.items():
         if (operator, function) not in allowed[0]:
             yield f"summed in bfloat16, not in float32: {operator} in {function} (ranks {', '.join(on)})"
 
 
 def _check_plain(config: Config, dtype: Dtype) -> None:
-    """Before any process starts; only here does this one import torch."""
+    """Refuse a job that plain torch cannot run, before any process starts.
+
+    Only here does this process import torch.
+    """
     if dtype != "float64":
         raise UserError(f"--against plain: computes in float64 only; leave out --dtype {dtype}")
     if config.train.precision == "float8":
         raise UserError(
-            "--against plain: plain torch has no products in float8; add train.precision=bfloat16 to prove "
-            "the rest"
+            "--against plain: plain torch has no products in float8; "
+            "add train.precision=bfloat16 to prove the rest"
         )
     if config.model.module is not None:
         raise UserError(
             "--against plain: knows the built-in transformer only, not model.module; leave it out, and the "
-            "layout is proven "
-            "against your module on one device"
+            "layout is proven against your module on one device"
         )
     from shardwise.verify.plain_torch import check_known
 
@@ -208,8 +220,12 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
 
 
 def _check_module(proof: ProofJob) -> int | None:
-    """A user's own module is tried here, before any process starts; only then does this one import torch.
-    Returns how many ids it looks up, where its sharding table says by which module."""
+    """Check a user's own module before any process starts, and return the number of token ids that it looks
+    up.
+
+    The number is None where the sharding table does not name the embedding. Only here does this process
+    import torch.
+    """
     if proof.config.model.module is None:
         return None
     from shardwise.parallel import check_module, embedded_ids
@@ -218,9 +234,18 @@ def _check_module(proof: ProofJob) -> int | None:
     return embedded_ids(proof.config)
 
 
+def _with_ids_of_module(proof: ProofJob, dataset: Dataset) -> ProofJob:
+    """Check module and vocabulary, and return the proof with the ids that a user's own module takes."""
+    embedded = _check_module(replace(proof, config=settled(proof.config, dataset)))
+    check_vocabulary(dataset, proof.config.model.vocabulary)
+    if proof.config.model.module is None:
+        return proof
+    return replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))
+
+
 @dataclass(frozen=True)
 class _Search:
-    """For the cause, once a proof has failed."""
+    """Searches for the cause after a proof has failed."""
 
     workers: Workers
     proof: ProofJob
@@ -228,8 +253,11 @@ class _Search:
     say: Callable[[str], None]
 
     def in_layout(self, verdict: Verdict, reference: Reference, reports: list[RankReport]) -> Diagnosis:
-        """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does
-        not."""
+        """Search for the fault in the layout.
+
+        The search runs in float64 whatever the dtype of the proof: a fault of the layout shows there, and
+        rounding does not.
+        """
         step = verdict.first_step
         self.say(f"it fails: looking for the first module that differs in step {step}")
         workers, proof = self.workers, self.proof
@@ -244,8 +272,10 @@ class _Search:
         return diagnose(verdict, reports, traces, sizes, reference.data)
 
     def in_shared(self, verdict: Verdict, reference: Reference, reports: list[RankReport]) -> Diagnosis:
-        """What differs from plain torch is the layout's fault, which one device of ours shows, or one that
-        all layouts share."""
+        """Search for the cause of a difference from plain torch.
+
+        Our own code on one device tells whether the fault is in the layout or in what all layouts share.
+        """
         self.say(
             f"it fails: {self.proof.steps} steps on one device, to tell a fault of the layout from one that "
             f"all share"

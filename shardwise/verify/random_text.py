@@ -1,9 +1,9 @@
-"""Text to prove a job on, where its own is not at hand.
+"""Random text to prove a job on, where the job's own data cannot be used.
 
-A proof compares two computations of the same batches; what the batches say does not matter, only that many
-ids occur and that documents end inside of sequences; for a job that learns answers, that other tokens carry
-no loss. So a job whose data live on another machine, whose tokenizer has more ids than the shrunk vocabulary,
-or whose text would take minutes to tokenise, is proven on random bytes: 96 KiB of short documents, the same
+A proof compares two computations on the same batches. What the batches say does not matter. It matters that
+many ids occur, that documents end inside sequences, and for a job that learns answers, that other tokens have
+no loss. So random bytes are used for a job whose data is on another machine, whose tokenizer has more ids
+than the shrunk vocabulary, or whose text would take minutes to tokenise: 96 KiB of short documents, the same
 every time, under the byte tokenizer.
 """
 
@@ -28,13 +28,13 @@ FIELD = "text"
 CHARACTERS = 96 << 10
 LONGEST_DOCUMENT = 60
 QUICK_BYTES = 16 << 20
-"""The most text that is tokenised just for a proof."""
+"""Largest number of bytes of text that is tokenised only for a proof."""
 _LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n\tßéжλ中😀"
 
 
 def can_use_own_data(data: Data, only_bytes: bool) -> bool:
-    """Whether the job's own data can be read here, quickly; `only_bytes`: and have no other ids than the byte
-    tokenizer's."""
+    """Return whether the job's own data can be read here quickly. With `only_bytes`, it must also have no ids
+    other than those of the byte tokenizer."""
     try:
         tokenizer_fingerprint(data.tokenizer)
         paths = [source.path for source in data.sources] or [data.source or ""]
@@ -51,7 +51,8 @@ def _readable(path: str, tokenizer: str, only_bytes: bool) -> bool:
 
 
 def with_random_text(data: Data, folder: Path) -> Data:
-    """The same data section over random text, which is written into the folder unless it is there."""
+    """Return the same data section with random text as its source. The text is written into the folder unless
+    it is already there."""
     answers = _learns_answers(data)
     path = folder / (ANSWERS if answers else NAME)
     if not path.exists():
@@ -69,7 +70,8 @@ def with_random_text(data: Data, folder: Path) -> Data:
 
 
 def _learns_answers(data: Data) -> bool:
-    """Whether any source of the job holds conversations or answered prompts, as far as can be told here."""
+    """Return whether any source of the job holds conversations or answered prompts, as far as this machine
+    can tell."""
     for path in [source.path for source in data.sources] or [data.source or ""]:
         with suppress(UserError):
             folder = Path(path)
@@ -83,7 +85,7 @@ def _learns_answers(data: Data) -> bool:
 
 
 def _answers() -> str:
-    """Short prompts, each with a completion."""
+    """Return lines of short prompts, each with a completion."""
     draw, lines, left = random.Random(0), [], CHARACTERS
     while left > 0:
         lengths = (draw.randint(1, longest) for longest in (6, LONGEST_DOCUMENT // 3))

@@ -1,4 +1,4 @@
-"""Breaking one thing on purpose, on one rank: a proof that cannot fail proves nothing.
+"""Break one thing on purpose, on one rank: a proof that cannot fail proves nothing.
 
 | kind            | what happens on one rank                                               | what it needs   |
 | --------------- | ---------------------------------------------------------------------- | --------------- |
@@ -10,11 +10,10 @@
 | misroute-token  | in one layer, the first token of a micro-batch goes to an expert       | experts         |
 |                 | that it did not choose                                                 |                 |
 
-A rank that merely stayed away from a collective would leave its peers waiting. It takes part and then ignores
-the result, which is what a collective on the wrong group or stream amounts to. Which sum is left out depends
-on what the layout has: that over the data and context devices in FSDP2 or DDP, else that of the weights that
-are whole on every tensor device, else the one over the pipeline's stages, which only the gradients' norm
-passes.
+A rank that skipped a collective would leave its peers waiting. So it takes part and then ignores the result,
+which has the same effect as a collective on the wrong group or stream. Which sum is left out depends on the
+layout: the sum over data and context devices in FSDP2 or DDP; else the sum of the gradients of weights that
+are whole on every tensor device; else the sum over the pipeline's stages, which only the gradient norm uses.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ from shardwise.train.build import Training
 from shardwise.verify.proof_job import SCALE, Sabotage
 
 Description = dict[str, Any]
-"""What was broken where, for people to hold against what the proof found."""
+"""What was broken and where, so that people can compare it with what the proof found."""
 
 
 def apply_sabotage(kind: Sabotage, training: Training) -> Description | None:
-    """Break one thing on one rank, before training; what and where, on that rank, else None."""
+    """Break one thing on one rank, before training. Return what and where on that rank, and None on all
+    others."""
     mesh, world = training.mesh, training.mesh.worker.world
     # Only the first stage reads tokens, and the first tensor device looks up the ids that occur most.
     reader = world // mesh.size("pipeline") - mesh.size("tensor")
@@ -55,6 +55,7 @@ def apply_sabotage(kind: Sabotage, training: Training) -> Description | None:
 
 
 def _drop(training: Training, description: Description) -> None:
+    """Drop one sum of gradients: the one that DDP or FSDP2 takes, or else one of our own."""
     part = training.parallel.parts[0]
     if training.mesh.size(COPIES) == 1:
         _drop_all_reduce(training, "tensor" if training.mesh.size("tensor") > 1 else "pipeline", description)
@@ -66,7 +67,7 @@ def _drop(training: Training, description: Description) -> None:
 
 
 def _drop_bucket(part: Replicated, description: Description) -> None:
-    """DDP's first bucket."""
+    """Drop the sum of DDP's first bucket of gradients."""
     description["axis"] = part.hook.axis
     names = {parameter: name for name, parameter in part.model.named_parameters()}
     summed = part.hook.reduce
@@ -74,42 +75,43 @@ def _drop_bucket(part: Replicated, description: Description) -> None:
     def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
         if bucket.index() > 0:
             return summed(bucket)
-        buffer, own = bucket.buffer(), bucket.buffer().clone()
+        buffer, summand = bucket.buffer(), bucket.buffer().clone()
         description["parameters"] = [names[parameter] for parameter in bucket.parameters()]
-        return summed(bucket).then(lambda done: (done.value(), buffer.copy_(own))[1])
+        return summed(bucket).then(lambda done: (done.value(), buffer.copy_(summand))[1])
 
     part.hook.reduce = reduce  # type: ignore[method-assign]
 
 
 def _drop_unit(part: Sharded, training: Training, description: Description) -> None:
-    """FSDP2's first block; of a module without blocks, the unit that holds the rest."""
+    """Drop the sum of FSDP2's first block, or of the outer unit in a module without blocks."""
     mesh = training.mesh
     units = [
         (path, unit)
         for path, unit in part.model.named_modules()
-        if isinstance(unit, FSDPModule) and _own_names(unit)
+        if isinstance(unit, FSDPModule) and _trained_names(unit)
     ]
     path, unit = next(((path, unit) for path, unit in units if "." in path), units[0])
     if mesh.layout.zero and mesh.size("data x context") > 1:
         axis = mesh.label("data x context")
-        unit.set_custom_reduce_scatter(_OwnSummand(training.comm, axis))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_LocalSummand(training.comm, axis))  # type: ignore[arg-type]
     else:
         axis = mesh.label(COPIES)
         undone = _UndoneAllReduce(training.comm, axis)
         unit.set_custom_reduce_scatter(undone)  # type: ignore[arg-type]
         unit.set_all_reduce_hook(undone.give_back)
-    description.update(axis=axis, parameters=[f"{path}.{name}".lstrip(".") for name in _own_names(unit)])
+    description.update(axis=axis, parameters=[f"{path}.{name}".lstrip(".") for name in _trained_names(unit)])
 
 
-def _own_names(unit: FSDPModule) -> list[str]:
+def _trained_names(unit: FSDPModule) -> list[str]:
+    """Return the trained parameters that belong to this unit and to no unit inside it."""
     assert isinstance(unit, nn.Module)
     inner = [path for path, module in unit.named_modules() if path and isinstance(module, FSDPModule)]
     trained = [name for name, parameter in unit.named_parameters() if parameter.requires_grad]
     return [name for name in trained if not any(name.startswith(f"{path}.") for path in inner)]
 
 
-class _OwnSummand(CountedReduceScatter):
-    """FSDP2's sum over shards, of which only the own summand is kept."""
+class _LocalSummand(CountedReduceScatter):
+    """A reduce-scatter for FSDP2 that keeps only this rank's summand."""
 
     def __call__(
         self,
@@ -119,17 +121,20 @@ class _OwnSummand(CountedReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        size, own = output_tensor.numel(), input_tensor.clone().flatten()
+        size, summand = output_tensor.numel(), input_tensor.clone().flatten()
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         if work is not None:
             work.wait()
-        output_tensor.copy_(own.narrow(0, dist.get_rank(group) * size, size).view_as(output_tensor))
+        output_tensor.copy_(summand.narrow(0, dist.get_rank(group) * size, size).view_as(output_tensor))
         return work
 
 
 class _UndoneAllReduce(CountedReduceScatter):
-    """FSDP2's sum over copies, taken back. There are no shards, so FSDP2 calls for no reduce-scatter, but it
-    still asks for its buffers: first one for what goes in, then one for what comes out."""
+    """Undoes FSDP2's all-reduce over copies.
+
+    There are no shards, so FSDP2 calls no reduce-scatter. It still allocates the buffers of one: first for
+    the input, then for the output.
+    """
 
     def __init__(self, comm: Comm, axis: str) -> None:
         super().__init__(comm, axis)
@@ -140,22 +145,23 @@ class _UndoneAllReduce(CountedReduceScatter):
         return self.buffers[-1]
 
     def give_back(self, summed: Tensor) -> None:
-        """The hook that FSDP2 calls after its all-reduce: put back what this rank had before it."""
+        """Restore what this rank had before the all-reduce. FSDP2 calls this hook after it."""
         summed.copy_(torch.stack(self.buffers[::2]).sum(0))
         self.buffers = []
 
 
 def _drop_all_reduce(training: Training, axis: str, description: Description) -> None:
-    """The sum of whole weights over `tensor`, or of the squares of the norm over `pipeline`."""
+    """Drop the sum over `tensor` of the gradients of whole weights, or the sum over `pipeline` of the squares
+    of the norm."""
     comm, parallel = training.comm, training.parallel
     summed, complete = comm.all_reduce, parallel.complete_gradients
     completing = False
 
     def all_reduce(tensor: Tensor, over: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         dropped = over == axis and (completing if axis == "tensor" else tensor.ndim == 0)
-        own = tensor.clone()
+        summand = tensor.clone()
         summed(tensor, over, op)
-        return tensor.copy_(own) if dropped else tensor
+        return tensor.copy_(summand) if dropped else tensor
 
     def complete_gradients() -> None:
         nonlocal completing
@@ -169,19 +175,13 @@ def _drop_all_reduce(training: Training, axis: str, description: Description) ->
 
 
 def _scale(training: Training, description: Description) -> None:
+    """Multiply the gradient of one parameter by SCALE."""
     parallel = training.parallel
-    complete, blocks = (
-        parallel.complete_gradients,
-        f"{parallel.table.blocks or ''}",
-    )  # a token's row may have no gradient
-    matrices = [
-        (name, p)
-        for name, p in parallel.named_parameters()
-        if p.ndim > 1 and p.requires_grad and local(p).numel()
-    ]
-    name, parameter = next(
-        ((name, p) for name, p in matrices if name.startswith(blocks)), matrices[0]
-    )  # all blocks may be frozen
+    complete, named = parallel.complete_gradients, parallel.named_parameters()
+    matrices = [(name, p) for name, p in named if p.ndim > 1 and p.requires_grad and local(p).numel()]
+    # A block is preferred, because a row of the embedding may have no gradient. But all blocks may be frozen.
+    blocks = f"{parallel.table.blocks or ''}"
+    name, parameter = next(((name, p) for name, p in matrices if name.startswith(blocks)), matrices[0])
 
     def complete_gradients() -> None:
         complete()
@@ -193,19 +193,21 @@ def _scale(training: Training, description: Description) -> None:
 
 
 def _swap(training: Training, description: Description) -> None:
+    """Swap the two halves of this rank's input sequences."""
     parallel = training.parallel
-    own: Callable[[Batch], Batch] = parallel.own
+    local_part: Callable[[Batch], Batch] = parallel.own
 
     def swapped(batch: Batch) -> Batch:
-        mine = own(batch)
-        half = mine.inputs.shape[1] // 2
-        return replace(mine, inputs=torch.cat((mine.inputs[:, half:], mine.inputs[:, :half]), 1))
+        part = local_part(batch)
+        half = part.inputs.shape[1] // 2
+        return replace(part, inputs=torch.cat((part.inputs[:, half:], part.inputs[:, :half]), 1))
 
     parallel.own = swapped  # type: ignore[method-assign]
     description["module"] = "embedding"
 
 
 def _misroute(training: Training, description: Description) -> None:
+    """Send the first token of each micro-batch to an expert that it did not choose."""
     mixture = training.parallel.mixtures[0]
     paths = {module: path for part in training.parallel.parts for path, module in part.model.named_modules()}
     router = mixture.router

@@ -1,18 +1,18 @@
-"""A job larger than this machine, made small without changing what there is to get wrong.
+"""Shrink a job that is too large for this machine, without changing what can go wrong in its layout.
 
-Mistakes of a layout sit in its structure: who holds what, what is summed over whom, what is cut unevenly.
-None of them needs 80 layers or 8192 features to show; all of them need the axis, the grouped heads, the short
-last slice. So the proof of a large job is the proof of the smallest job that has the same *properties*:
-yes-or-no statements such as "there are fewer kv heads than tensor devices" or "the vocabulary does not divide
-over them". Each group of numbers (degrees with heads and experts, depth, batch, widths, vocabulary) is
-searched from below for the smallest numbers with all the properties of the original; where no small numbers
-have all, the properties named last give way. What is no number (norms, router, schedule, zero, recomputation,
-...) stays as it is.
+Mistakes of a layout are in its structure: which device holds what, what is summed over which devices, what is
+split unevenly. None of them needs 80 layers or 8192 features to show; all of them need the axis, the grouped
+heads, the short last slice. So the proof of a large job is the proof of the smallest job that has the same
+*properties*: yes-or-no statements such as "there are fewer kv heads than tensor devices" or "the vocabulary
+does not divide by their number". For each group of numbers (degrees with heads and experts, depth, batch,
+widths, vocabulary), the smallest numbers with all properties of the original are searched. Where no small
+numbers have all properties, those listed last are given up. Settings that are no numbers (norms, router,
+schedule, zero, recomputation, ...) stay as they are.
 
-llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv heads,
-becomes 4 layers of 32 features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2: 16 processes, of
-seconds. What it cannot find are mistakes that only large numbers make: overflow of an index, a kernel that
-fails at its largest size.
+Example: llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv
+heads, becomes 4 layers of 32 features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2. That takes
+16 processes and a few seconds. Mistakes that only large numbers cause cannot be seen this way: an index that
+overflows, a kernel that fails at its largest size.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from shardwise.plan import flops_per_token, micro_batch_size
 from shardwise.verify.random_text import can_use_own_data, with_random_text
 
 Properties = tuple[bool, ...]
-"""The most important first."""
+"""Yes-or-no statements about a job, the most important first."""
 Changes = dict[str, tuple[Any, Any]]
-"""From "section.key" to the value before and the value after."""
+"""By "section.key", the value before and the value after."""
 
 MOST_DEVICES = 16
 MOST_PARAMETERS = 2_000_000
 MOST_FLOPS = 1e11
-"""Of one step, forward and backward, for the whole batch: a few seconds in float64 on two cores."""
+"""Largest number of operations of one step, forward and backward, for the whole batch: a few seconds in
+float64 on two cores."""
 
 DEGREES = (2, 4)
 EXPERT_DEGREES = (2, 4, 8)
@@ -67,10 +68,11 @@ _Value = TypeVar("_Value")
 def shrink(
     config: Config, most_devices: int = MOST_DEVICES, folder: Path | None = None
 ) -> tuple[Config, Changes | None]:
-    """The job, or the smallest with its structure if it is too large to prove here, and what changed (None:
-    nothing).
+    """Return the job, or if it is too large to prove here, the smallest job with its structure; and what
+    changed (None if nothing did).
 
-    `folder` is where random text goes if the job's own cannot be used; left out: the job's `data.cache`.
+    `folder` is where random text is written if the job's own data cannot be used; by default it is the job's
+    `data.cache`.
     """
     small, large = config, is_large(config, most_devices)
     if large:
@@ -86,7 +88,7 @@ def shrink(
 
 
 def is_large(config: Config, most_devices: int = MOST_DEVICES) -> bool:
-    """Whether a proof would need too many processes, too much memory or too much time."""
+    """Return whether a proof would need too many processes, too much memory or too much time."""
     layout, tokens = config.layout, config.train.global_batch * config.data.sequence_length
     devices = layout.fixed * max(1, layout.data)
     flops = flops_per_token(config.model, config.data.sequence_length) * tokens
@@ -94,16 +96,17 @@ def is_large(config: Config, most_devices: int = MOST_DEVICES) -> bool:
 
 
 def changes(before: Config, after: Config) -> Changes:
-    """Every value that differs."""
+    """Return every value that differs between two jobs, before and after."""
     old, new = before.model_dump(), after.model_dump()
-    return {f"{name}.{key}": (value, new[name][key]) for name, table in old.items() for key,
-    value in table.items()
-            if value != new[name][key]}  # fmt: skip
+    values = [(name, key, value) for name, table in old.items() for key, value in table.items()]
+    return {
+        f"{name}.{key}": (value, new[name][key]) for name, key, value in values if value != new[name][key]
+    }
 
 
 def _smallest(config: Config, most_devices: int) -> Config:
     layout = _with_data(config)
-    if layout.context > 1:  # what `auto` means here must not change with the number of heads
+    if layout.context > 1:  # the meaning of `auto` must not change with the number of heads
         layout = layout.model_copy(update={"attention": context_attention(config.model, layout)})
     model, small_layout = _degrees(config.model, layout, most_devices)
     model, small_layout = _depth(config.model, layout, model, small_layout)
@@ -118,7 +121,7 @@ def _smallest(config: Config, most_devices: int) -> Config:
 
 
 def _checked(config: Config) -> Config:
-    """Through the rules that every job must keep."""
+    """Return the job after the checks that every job must pass."""
     tables = {
         name: {key: value for key, value in table.items() if value is not None}
         for name, table in config.model_dump().items()
@@ -138,13 +141,15 @@ def _closest(
     wanted: Properties,
     cost: Callable[[_Value], Any] = lambda value: value,
 ) -> _Value:
-    """The cheapest of the candidates that come nearest to the wanted properties."""
+    """Return the cheapest of the candidates whose properties are closest to the wanted ones."""
     return min(candidates, key=lambda candidate: (_missed(properties(candidate), wanted), cost(candidate)))
 
 
 def _missed(properties: Properties, wanted: Properties) -> Properties:
-    """True where a property differs. Such tuples compare like numbers in binary: the most important property
-    decides."""
+    """Return True for each property that differs.
+
+    Such tuples compare like binary numbers: the most important property decides.
+    """
     return tuple(has != want for has, want in zip(properties, wanted, strict=True))
 
 
@@ -152,8 +157,11 @@ def _missed(properties: Properties, wanted: Properties) -> Properties:
 
 
 def _with_data(config: Config) -> Layout:
-    """`data = -1` takes the devices that are left over. Here those are as few as the experts need; two if
-    there is no other axis, because then they are what there is to prove."""
+    """Return the layout with a definite data axis.
+
+    `data = -1` means all devices that are left over. Here it becomes as few as the experts need, or two if
+    there is no other axis to prove.
+    """
     layout = config.layout
     if layout.data > 0:
         return layout
@@ -163,7 +171,10 @@ def _with_data(config: Config) -> Layout:
 
 
 def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, Layout]:
-    """Degrees of every axis, heads and experts. Too many processes weigh more than a missed property."""
+    """Return the model and the layout with small degrees of every axis, heads and experts.
+
+    The limit on processes is more important than a missed property.
+    """
 
     def missed(pair: tuple[Model, Layout]) -> Properties:
         return _missed(_group_properties(*pair), wanted)
@@ -183,7 +194,7 @@ def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, La
 
 
 def _layouts(layout: Layout) -> Iterator[Layout]:
-    """Every choice of small degrees: an axis above 1 stays above 1."""
+    """Yield the layout with every choice of small degrees. An axis above 1 stays above 1."""
     names = [axis for axis in AXES if getattr(layout, axis) > 1]
     small = [EXPERT_DEGREES if axis == "expert" else DEGREES for axis in names]
     choices = [
@@ -192,26 +203,23 @@ def _layouts(layout: Layout) -> Iterator[Layout]:
     ]
     for degrees in product(*choices):
         yield _with_nearby(layout, layout.model_copy(update=dict(zip(names, degrees, strict=True))))
-    yield layout  # a hard case may have no smaller form
+    yield layout  # a difficult case may have no smaller form
 
 
 def _with_nearby(layout: Layout, smaller: Layout) -> Layout:
-    """Of the devices that share the weights, those that keep a copy among them for backward: all of them,
-    one, or some."""
+    """Return the smaller layout with `backward_shards` set to the same case as in the original: all devices
+    that share the weights, one of them, or some."""
     if layout.backward_shards is None:
         return smaller
     everyone = smaller.data * smaller.context
     some = next((size for size in divisors(everyone) if 1 < size < everyone), 1)
-    keep = (
-        everyone
-        if layout.backward_shards == layout.data * layout.context
-        else min(some, layout.backward_shards)
-    )
-    return smaller.model_copy(update={"backward_shards": keep})
+    on_all = layout.backward_shards == layout.data * layout.context
+    shards = everyone if on_all else min(some, layout.backward_shards)
+    return smaller.model_copy(update={"backward_shards": shards})
 
 
 def fits(model: Model, layout: Layout) -> bool:
-    """Whether heads and experts can be dealt out over these degrees at all."""
+    """Return whether heads and experts can be distributed over these degrees at all."""
     return can_borrow(layout) and model.experts % layout.expert == 0 and _heads_fit(model, layout)
 
 
@@ -231,10 +239,11 @@ def _group_properties(model: Model, layout: Layout) -> Properties:
 
 def _head_properties(model: Model, layout: Layout) -> Properties:
     heads, kv_heads, tensor, context = model.heads, model.kv_heads, layout.tensor, layout.context
-    own, own_kv = heads // tensor, max(1, kv_heads // tensor)
+    local_heads, local_kv = heads // tensor, max(1, kv_heads // tensor)
     shared = (kv_heads == heads, kv_heads < tensor, kv_heads == tensor)
     ulysses = context_attention(model, layout) == "ulysses"
-    return (*shared, ulysses, kv_heads == 1, heads == tensor, own_kv % context == 0, own % context == 0)
+    even = (local_kv % context == 0, local_heads % context == 0)
+    return (*shared, ulysses, kv_heads == 1, heads == tensor, *even)
 
 
 def _heads(given: Model, layout: Layout, smaller: Layout) -> Model:
@@ -259,16 +268,15 @@ def _heads(given: Model, layout: Layout, smaller: Layout) -> Model:
 def _expert_properties(model: Model, layout: Layout) -> Properties:
     if not model.experts:
         return ()
-    holders = (
-        layout.tensor * layout.context * layout.data // layout.expert
-    )  # devices with the same experts, which share their states
-    own = model.experts // layout.expert
+    # Devices with the same experts, which share their states.
+    holders = layout.tensor * layout.context * layout.data // layout.expert
+    local_experts = model.experts // layout.expert
     chosen = (model.experts_per_token == 1, model.experts_per_token == model.experts)
-    return (*chosen, own == 1, own % max(1, holders) == 0)
+    return (*chosen, local_experts == 1, local_experts % max(1, holders) == 0)
 
 
 def _experts(given: Model, layout: Layout, model: Model, smaller: Layout) -> Model:
-    """Fewer experts; a token that visits several visits two."""
+    """Return the model with fewer experts. A token that visits several experts then visits two."""
     if not given.experts:
         return model
     numbers = range(smaller.expert, min(given.experts, MOST_EXPERTS) + 1, smaller.expert)
@@ -291,7 +299,7 @@ def _experts(given: Model, layout: Layout, model: Model, smaller: Layout) -> Mod
 
 
 def _borrowing_properties(layout: Layout) -> Properties:
-    """From which axes the experts borrow ranks, and whether all of an axis or some."""
+    """Return from which axes the experts take their ranks, and whether they take all of an axis or a part."""
     tensor = layout.tensor
     context, data = tensor * layout.context, tensor * layout.context * layout.data
     return tuple(
@@ -303,13 +311,13 @@ def _borrowing_properties(layout: Layout) -> Properties:
 
 
 def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple[Model, Layout]:
-    """As few layers as show the same cut into stages: even or not, one block a stage or more."""
+    """Return the model and the layout with as few layers as keep the kind of cut into stages: even or not,
+    one block per stage or more."""
     stages, fewer = layout.pipeline * stages_per_rank(layout), smaller.pipeline * stages_per_rank(smaller)
     if layout.stages is not None:
         by_hand = _cut_by_hand(layout.stages, fewer)
-        return model.model_copy(update={"layers": sum(by_hand)}), smaller.model_copy(
-            update={"stages": by_hand}
-        )
+        model = model.model_copy(update={"layers": sum(by_hand)})
+        return model, smaller.model_copy(update={"stages": by_hand})
     layers = _closest(
         range(1, given.layers + 1),
         lambda layers: (layers >= fewer, layers % fewer == 0, layers // fewer > 1),
@@ -319,19 +327,21 @@ def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple
 
 
 def _cut_by_hand(blocks: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """The first and the last stages of a cut, with the order of their sizes; a cut that was uneven still
-    is."""
+    """Return a cut with fewer stages: the first and the last of the original, with the same order of sizes.
+
+    A cut that was uneven stays uneven.
+    """
     front = blocks[: stages - stages // 2]
-    kept = (*front, *blocks[len(blocks) - (stages - len(front)) :])
-    sizes = sorted(set(kept))
-    ranked = tuple(1 + sizes.index(size) for size in kept)
+    ends = (*front, *blocks[len(blocks) - (stages - len(front)) :])
+    sizes = sorted(set(ends))
+    ranked = tuple(1 + sizes.index(size) for size in ends)
     flattened = len(sizes) == 1 and len(set(blocks)) > 1
     return (*ranked[:-1], ranked[-1] + 1) if flattened else ranked
 
 
 def _batch(train: Train, layout: Layout, smaller: Layout) -> dict[str, Any]:
-    """One or two sequences a micro-batch, and as few micro-batches as keep their relation to the length of
-    the pipeline."""
+    """Return a batch of one or two sequences per micro-batch, and of as few micro-batches as keep their
+    relation to the length of the pipeline."""
     sized = train.micro_batch is not None
     sizes = product(range(1, 8 * smaller.pipeline + 1), (1, 2) if sized else (None,))
     batches = [
@@ -362,16 +372,18 @@ def _batch_properties(train: Train, layout: Layout) -> Properties:
 
 
 def _sequence_length(length: int, model: Model, layout: Layout) -> int:
-    """A multiple of what `context` and `tensor` need, as short as shows more than a token or two on each
-    device."""
+    """Return the shortest sequence length that is a multiple of what `context` and `tensor` need and gives
+    each device more than a token or two."""
     unit = int(sequence_multiple(model, layout))
     short = -(-SEQUENCE // unit) * unit
     return short if short <= length else max(1, length // unit) * unit
 
 
 def _positions(config: Config, layout: Layout, length: int, smaller: Layout) -> dict[str, int]:
-    """A learned table of positions holds memory, and its rows are dealt out over the devices that share
-    states."""
+    """Return the size of a learned table of positions.
+
+    The table takes memory, and its rows are split over the devices that share states.
+    """
     model = config.model
     if model.positions != "learned":
         return {}
@@ -386,8 +398,11 @@ def _positions(config: Config, layout: Layout, length: int, smaller: Layout) -> 
 
 
 def _window(config: Config, length: int) -> dict[str, int]:
-    """A window that cut the sequence still does, at no boundary of what devices share; one that did not still
-    does not."""
+    """Return the attention window.
+
+    A window shorter than the sequence stays shorter, and does not end at a boundary between devices. A longer
+    one stays at least as long as the sequence.
+    """
     window = config.model.window
     if window is None:
         return {}
@@ -408,7 +423,8 @@ def _widths(given: Model, layout: Layout, model: Model, smaller: Layout) -> Mode
 
 
 def _hidden(given: Model, layout: Layout, model: Model, smaller: Layout) -> dict[str, int]:
-    """Features of the residual stream, and of a head: as wide together as they were to each other."""
+    """Return the features of the residual stream and of a head, with the relation that they had to each
+    other."""
     head_dims = range(min(given.head_dim, HEAD_DIMS[0]), min(given.head_dim, HEAD_DIMS[1]) + 1)
     widest = min(given.hidden, 2 * model.heads * HEAD_DIMS[1] + HIDDEN)
     pairs = list(product(head_dims, range(min(given.hidden, HIDDEN), widest + 1)))
@@ -427,8 +443,10 @@ def _hidden(given: Model, layout: Layout, model: Model, smaller: Layout) -> dict
 
 
 def _inner(field: str, given: Model, layout: Layout, model: Model, smaller: Layout) -> int:
-    """Inner features of the feed-forward layer, or of an expert; shared experts are one layer of their joint
-    width."""
+    """Return the inner features of the feed-forward layer, or of an expert.
+
+    Shared experts are one layer of their joint width.
+    """
     old: int = getattr(given, field)
 
     def properties(width: int, shape: Model, layout: Layout) -> Properties:
@@ -446,7 +464,8 @@ def _inner(field: str, given: Model, layout: Layout, model: Model, smaller: Layo
 
 
 def _vocabulary(given: Model, layout: Layout, smaller: Layout) -> int:
-    """Ids: at least those of the byte tokenizer, as evenly or unevenly dealt out as before."""
+    """Return the vocabulary size: at least that of the byte tokenizer, split as evenly or unevenly as
+    before."""
     candidates = range(BYTE_IDS, BYTE_IDS + 2 * smaller.tensor * smaller.shards)
     return _closest(
         candidates, lambda ids: _split_properties(ids, smaller), _split_properties(given.vocabulary, layout)
@@ -454,6 +473,6 @@ def _vocabulary(given: Model, layout: Layout, smaller: Layout) -> int:
 
 
 def _split_properties(rows: int, layout: Layout) -> Properties:
-    """Whether rows divide over the tensor devices, and what each then has over those that share its
-    states."""
+    """Return whether rows divide by the number of tensor devices, and each device's part by the number of
+    devices that share its states."""
     return (rows % layout.tensor == 0, -(-rows // layout.tensor) % layout.shards == 0)

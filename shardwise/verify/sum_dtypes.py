@@ -1,14 +1,14 @@
-"""In which dtype sums are taken, on a layout and on one device.
+"""Check in which dtype a layout takes its sums, compared with one device.
 
-What is added up in bfloat16 loses whatever is below 1/256 of the sum so far, so sums are taken in float32
-(plan/dtypes.py). A layout has some that one device does not: the blocks of a ring, the parts of a sum over
-devices. Numbers do not show whether it keeps to that: in float64 every sum is in float64, and in bfloat16 a
-few roundings more cost less than a layout is allowed. So the first step is run once more in bfloat16, and
-every sum in 16 bits is noted with the function that takes it. Those of one device are what the model itself
-asks for; a layout that has others is wrong.
+A sum in bfloat16 loses whatever is below 1/256 of the sum so far, so sums are taken in float32
+(plan/dtypes.py). A layout has some sums that one device does not have: the blocks of ring attention, the
+partial sums over devices. The numbers do not show whether these are in float32. In float64 every sum is in
+float64, and in bfloat16 a few more roundings cost less than a layout is allowed. So the first step is run
+once more in bfloat16, and every sum in 16 bits is recorded with the function that takes it. The sums of one
+device are those that the model itself asks for; a layout with any other is wrong.
 
-A sum here is an addition in place, a reduction over a dim or by an index, or a collective. Products of
-matrices are not: their kernels sum in float32 and round once.
+A sum here is an addition in place, a reduction over a dim or by an index, or a collective. Matrix products
+are not included, because their kernels sum in float32 and round once.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ from shardwise._torch import DispatchMode
 from shardwise.comm import gloo
 from shardwise.mesh import Worker, through_host
 from shardwise.parallel import ring
-from shardwise.verify.proof_job import ProofJob
 from shardwise.verify.compare_layout import build_proof, watch
+from shardwise.verify.proof_job import ProofJob
 from shardwise.verify.rank_reports import ShortSum
 
 _IN_PLACE = ("add_", "sub_", "addcmul_", "addcdiv_", "addmm_", "addbmm_", "baddbmm_", "_foreach_add_")
-_REDUCTIONS = ("sum", "cumsum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_",
-"_index_put_impl_",
-               "scatter_reduce", "scatter_reduce_", "embedding_dense_backward")  # fmt: skip
+_BY_INDEX = ("index_add", "index_add_", "index_put_", "_index_put_impl_", "embedding_dense_backward")
+_REDUCTIONS = ("sum", "cumsum", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 _COLLECTIVES = ("allreduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
-SUMMING = frozenset((*_IN_PLACE, *_REDUCTIONS, *_COLLECTIVES))
-"""Operators that add up, by their names without overload."""
+SUMMING = frozenset((*_IN_PLACE, *_BY_INDEX, *_REDUCTIONS, *_COLLECTIVES))
+"""Names without overload of the operators that add up."""
 SHORT = (torch.bfloat16, torch.float16)
 ACTIVATIONS = frozenset(
     (name, "shardwise/comm/comm.py reduce_scatter")
     for name in ("_reduce_scatter_base_", "reduce_scatter_", "add_")
 )
-"""By design in the dtype of the activations: the partial products of a matrix that tensor devices split by
-its inputs."""
+"""Sums that are in the dtype of the activations by design: the partial products of a matrix that tensor
+devices split by its inputs."""
 AUTOGRAD = "autograd"
 
 
 class SumRecorder(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every sum in 16 bits while it is entered."""
+    """Records every sum in 16 bits while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.short: dict[ShortSum, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ring.RING:  # an operator of ours, with sums inside
+        if func is ring.RING:  # our own operator, which takes sums inside
             with self:
                 return ring.around(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -64,8 +63,11 @@ class SumRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _first_dtype(*values: Any) -> torch.dtype | None:
-    """Of the first tensor in a result, or else in the arguments: a collective returns its work."""
+def _first_dtype(*values: object) -> torch.dtype | None:
+    """Return the dtype of the first tensor among the values.
+
+    The result is searched before the arguments, because a collective returns a work handle and no tensor.
+    """
     for value in values:
         if isinstance(value, Tensor):
             return value.dtype
@@ -75,8 +77,8 @@ def _first_dtype(*values: Any) -> torch.dtype | None:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The innermost function outside of torch, our reduce-scatter and our group, as "file function", unless
-    autograd's engine calls from within."""
+    """Return the innermost function outside torch, our reduce-scatter and our process group, as "file
+    function"; or "autograd" if autograd's engine made the call."""
     here = Path(torch.__file__).parent
     ours = (Path(gloo.__file__), Path(through_host.__file__))
     while frame is not None:
@@ -90,8 +92,8 @@ def _caller(frame: FrameType | None) -> str:
 
 
 def short_sums(worker: Worker, proof: ProofJob) -> list[ShortSum]:
-    """Sums in 16 bits of the first step, on this rank."""
+    """Return the sums in 16 bits that this rank takes in the first step."""
     training = build_proof(worker, proof)
     with SumRecorder() as recorder:
         watch(training, 1, lambda step: None)
-    return [found for found in recorder.short if found not in ACTIVATIONS]
+    return [short_sum for short_sum in recorder.short if short_sum not in ACTIVATIONS]

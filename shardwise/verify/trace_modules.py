@@ -1,34 +1,34 @@
-"""Where a layout first departs from one device: the first step that differs once more, watched module by
-module.
+"""Find where a layout first differs from one device: run the first differing step again, module by module.
 
-One device runs the whole global batch in one piece and writes the weights that the step begins with, every
-module's output, and the gradient of that output, to a file. Each rank then compares its own with the part of
-the reference that it should have computed. Which part of an output that is follows from the shapes, given
-what every layout has in common:
+One device runs the whole global batch in one piece. It writes the weights that the step begins with, the
+output of every module, and the gradient of that output, to a file. Each rank then compares its tensors with
+the part of the reference that it should have computed. Which part of an output that is follows from the
+shapes, by rules that hold for every layout:
 
-- dim 0 are sequences: those of the micro-batch, counted from the first row of the rank's share (where tokens
-  are flattened into one dim, as for a router, it is opened up first);
-- dim 1 (dim 2 in the attention itself) is the sequence: the rank's positions under `context`, and, if what is
-  left is shorter still by the size of `tensor`, the rank's part of that;
-- any other dim that is shorter was split over `tensor`: in as many parts as it is shorter by. Fewer parts
-  than devices means that several devices have the same part (shared key heads).
+- dim 0 holds sequences: those of the micro-batch, counted from the first row of the rank's share. Where
+  tokens are flattened into one dim, as for a router, that dim is split into sequences and tokens first.
+- dim 1 (dim 2 in the attention itself) holds the tokens of a sequence: the rank's positions under `context`.
+  If the output is shorter still, by the size of `tensor`, it is the rank's part of these positions.
+- Any other dim that is shorter was split over `tensor`, into as many parts as it is shorter by. Fewer parts
+  than devices means that several devices hold the same part (shared key heads).
 
-What does not fit (rows sorted by expert, the loss, tables of positions) is not compared. A gradient is
-compared only where `tensor` splits the output, in whatever way: devices with the same output each have but a
-part of its gradient, rightly.
+An output that does not fit these rules (rows sorted by expert, the loss, tables of positions) is not
+compared. A gradient is compared only where `tensor` splits the output in some way: devices with the same
+output correctly hold only a part of its gradient each.
 
-Modules are looked at in the order in which one device finishes them: inner modules before what contains them.
-The first that differs is as far in and as early as the fault can be seen.
+Modules are compared in the order in which one device finishes them, so inner modules come before the modules
+that contain them. The first module that differs is the innermost and earliest place where the fault can be
+seen.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,26 +43,26 @@ from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
 from shardwise.train.build import Training
-from shardwise.verify.proof_job import ProofJob, Sabotage
 from shardwise.verify.compare_layout import build_proof, watch
+from shardwise.verify.proof_job import ProofJob, Sabotage
 from shardwise.verify.rank_reports import Key, ModuleDifference, RankTrace
 from shardwise.verify.sabotage import apply_sabotage
 from shardwise.verify.verdict import EXACT, LIMIT
 
 Outputs = dict[str, list[list[Tensor]]]
-"""By module, by call (a micro-batch each), what it returned or the gradients of that; an empty tensor: none
-came."""
+"""Tensors that each module returned, or their gradients, by call (one call per micro-batch). An empty tensor
+means that no gradient arrived."""
 
 
 class Recorder:
-    """Keeps what every module returns in forwards (not in recomputations), and the gradients that come back
-    to it."""
+    """Records what every module returns in forward (not in recomputation), and the gradients of these
+    outputs."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.outputs: Outputs = defaultdict(list)
         self.gradients: Outputs = defaultdict(list)
         self.weighted: set[str] = set()
-        """Modules with weights of their own: none of them may go uncalled."""
+        """Modules that hold weights directly. Each of them must be called."""
         for model in models:
             for path, module in model.named_modules():
                 if path:
@@ -70,8 +70,8 @@ class Recorder:
                     if any(True for _ in module.parameters(recurse=False)):
                         self.weighted.add(path)
 
-    def _hook(self, path: str, has_weights: bool) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+    def _hook(self, path: str, has_weights: bool) -> Callable[[nn.Module, object, object], None]:
+        def keep(module: nn.Module, inputs: object, output: object) -> None:
             if inside_backward():
                 return
             tensors = list(_tensors(output, has_weights))
@@ -85,27 +85,30 @@ class Recorder:
         return keep
 
 
-def _keep_first(gradients: list[Tensor], index: int) -> Any:
+def _keep_first(gradients: list[Tensor], index: int) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor) -> None:
-        if not gradients[index].numel():  # a backward in two halves comes by twice
+        if not gradients[index].numel():  # a backward in two halves calls this hook twice
             gradients[index] = gradient.detach().clone()
 
     return keep
 
 
-def _tensors(output: Any, has_weights: bool) -> Iterator[Tensor]:
-    """What depends on weights, be they trained or frozen, and choices made from it."""
+def _tensors(output: object, has_weights: bool) -> Iterator[Tensor]:
+    """Yield the tensors of an output that depend on weights, trained or frozen, and the integer choices made
+    from them."""
     parts = output if isinstance(output, tuple | list) else (output,)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if has_weights or any(part.requires_grad for part in tensors):
         of_weights = (part.requires_grad or (has_weights and part.is_floating_point()) for part in tensors)
         yield from (
-            part for part, kept in zip(tensors, of_weights, strict=True) if kept or part.dtype == torch.int64
+            part
+            for part, depends in zip(tensors, of_weights, strict=True)
+            if depends or part.dtype == torch.int64
         )
 
 
 def write_reference_trace(worker: Worker, proof: ProofJob, path: Path, step: int) -> None:
-    """One device: write the trace of a step."""
+    """Run one device to a step, and write the trace of that step to a file."""
     training = build_proof(worker, proof)
     traced = _trace(training, step)
     torch.save((dict(traced.modules.outputs), dict(traced.modules.gradients), traced.before), path)
@@ -120,8 +123,11 @@ def compare_traces(
     suspects: Sequence[str],
     sabotage: Sabotage | None = None,
 ) -> RankTrace:
-    """The layout: compare this rank's trace of a step with that of one device, and the suspects' gradients,
-    summed over each axis and held against those of the step before, too."""
+    """Compare this rank's trace of a step with the trace of one device.
+
+    The gradients of `suspects` are also summed over each axis, and compared with the gradients of the
+    previous step.
+    """
     training = build_proof(worker, proof)
     if sabotage:
         apply_sabotage(sabotage, training)
@@ -148,18 +154,18 @@ def compare_traces(
 
 @dataclass(frozen=True)
 class _TracedStep:
-    """What a rank kept of one step: its modules, its part of the state before, and its gradients before the
-    update."""
+    """What a rank recorded of one step: its modules, its part of the state before the step, and its gradients
+    before the update."""
 
     modules: Recorder
     before: dict[str, Tensor]
     where: dict[str, tuple[slice, ...]]
-    """Which part of a weight or buffer it is."""
+    """The slice of each weight or buffer that this rank holds."""
     gradients: dict[str, tuple[nn.Parameter, Tensor]]
 
 
 def _trace(training: Training, step: int) -> _TracedStep:
-    """Train to a step, and watch that one."""
+    """Train up to a step, and record that step."""
     parallel, traced = training.parallel, []
 
     def begin(number: int) -> None:
@@ -180,17 +186,20 @@ def _trace(training: Training, step: int) -> _TracedStep:
 
 
 def _changed(traced: _TracedStep, reference: dict[str, Tensor]) -> list[str]:
-    """What differs before the step begins. A weight near zero is measured against an average one: where its
-    gradient is rounding noise, so is what Adam makes of it."""
+    """Return the weights and buffers that differ before the step begins.
+
+    A weight near zero is measured against an average weight: where its gradient is rounding noise, so is its
+    update by Adam.
+    """
     elements = sum(whole.numel() for whole in reference.values())
     average = math.sqrt(
         sum(float(whole.double().square().sum()) for whole in reference.values()) / max(1, elements)
     )
     changed = []
-    for name, own in traced.before.items():
+    for name, actual in traced.before.items():
         part = reference[name][traced.where[name]].double()
         scale = max(float(part.norm()), average * math.sqrt(part.numel()))
-        if not float((own.double() - part).norm()) <= LIMIT * scale:
+        if not float((actual.double() - part).norm()) <= LIMIT * scale:
             changed.append(name)
     return changed
 
@@ -202,23 +211,24 @@ def _micro_batches(training: Training) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class ReferenceSlicer:
-    """Cuts out of the reference, which has the whole global batch, what this rank should have computed."""
+    """Cuts the part that this rank should have computed out of the reference, which holds the whole global
+    batch."""
 
     micro_batches: tuple[range, ...]
-    """This rank's rows of the global batch, forward by forward."""
+    """This rank's rows of the global batch, for each forward."""
     positions: Tensor
-    """Of this rank's tokens in a sequence."""
+    """Positions of this rank's tokens in a sequence."""
     length: int
-    """Of a whole sequence."""
+    """Number of tokens in a whole sequence."""
     tensor: int
     coordinate: int
-    """On the tensor axis."""
+    """Coordinate of this rank on the tensor axis."""
     mixing: str | None
     skipped: frozenset[str]
 
     @classmethod
     def of(cls, training: Training) -> ReferenceSlicer:
-        """The slicer for the part of a model and of its batches that this rank holds."""
+        """Return the slicer for the part of the model and of the batches that this rank holds."""
         mesh, parallel, length = training.mesh, training.parallel, training.config.data.sequence_length
         table = parallel.table
         paths = [path for part in parallel.parts for path, _ in part.model.named_modules()]
@@ -242,14 +252,11 @@ class ReferenceSlicer:
     def match(
         self, path: str, call: int, reference: Tensor, actual: Tensor
     ) -> tuple[Tensor, Tensor, bool] | None:
-        """The part of the reference that is this rank's, what this rank has, and whether `tensor` splits it;
-        None: unclear."""
-        if (
-            path in self.skipped
-            or actual.ndim < 2
-            or reference.ndim != actual.ndim
-            or call >= len(self.micro_batches)
-        ):
+        """Return this rank's part of the reference, the rank's tensor in the same shape, and whether `tensor`
+        splits it. Return None if the part is unclear."""
+        if path in self.skipped or call >= len(self.micro_batches):
+            return None
+        if actual.ndim < 2 or reference.ndim != actual.ndim:
             return None
         rows = self.micro_batches[call]
         if actual.ndim == 2:  # (tokens, features)
@@ -265,21 +272,27 @@ class ReferenceSlicer:
                 split = split or in_full
         return (part, actual, split or self.tensor == 1) if part.shape == actual.shape else None
 
-    def _of_sequence(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
+    def _of_sequence(self, part: Tensor, dim: int, actual_size: int) -> tuple[Tensor, bool]:
+        """Return this rank's part of the tokens of a sequence, and whether `tensor` splits them."""
         if part.shape[dim] != self.length:
             return part, False
         part = part.index_select(dim, self.positions)
-        if own == part.shape[dim] or self.tensor == 1:
+        if actual_size == part.shape[dim] or self.tensor == 1:
             return part, False
         return part.chunk(self.tensor, dim)[self.coordinate], True
 
-    def _of_features(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
-        """Fewer parts than devices, each on several; or as torch.chunk deals them out, the last ones
-        shorter."""
+    def _of_features(self, part: Tensor, dim: int, actual_size: int) -> tuple[Tensor, bool]:
+        """Return this rank's part of a dim that `tensor` splits, and whether each device has a part of its
+        own.
+
+        There may be fewer parts than devices, so that several devices hold the same part. Otherwise parts are
+        those of torch.chunk, where the last ones may be shorter.
+        """
         size = part.shape[dim]
-        parts = size // own if own and size % own == 0 else self.tensor
+        parts = size // actual_size if actual_size and size % actual_size == 0 else self.tensor
         if parts < self.tensor and self.tensor % parts == 0:
-            return part.narrow(dim, self.coordinate * parts // self.tensor * own, own), False
+            begin = self.coordinate * parts // self.tensor * actual_size
+            return part.narrow(dim, begin, actual_size), False
         size_of_part = -(-size // self.tensor)
         begin = min(size, size_of_part * self.coordinate)
         return part.narrow(dim, begin, min(size_of_part, size - begin)), True
@@ -287,35 +300,52 @@ class ReferenceSlicer:
 
 def _differences(
     order: Sequence[str],
-    own: Outputs,
+    actual: Outputs,
     whole: Outputs,
     slicer: ReferenceSlicer,
     weighted: Collection[str] | None = None,
 ) -> Iterator[ModuleDifference]:
-    """Modules that differ, the earliest first, of which those with weights (`weighted`) must be called;
-    without that: gradients, from the last module on."""
+    """Yield the modules that differ, the earliest first.
+
+    With `weighted`, outputs are compared, and a module of that set that was not called differs too. Without
+    it, gradients are compared, from the last module to the first.
+    """
     modules, backward = list(enumerate(order)), weighted is None
     for position, path in reversed(modules) if backward else modules:
         if len(whole[path]) != 1:
-            continue  # used several times: which call is which micro-batch's is not known
-        if path in (weighted or ()) and path not in own:
+            continue  # the module is used several times: which call belongs to which micro-batch is unknown
+        if path in (weighted or ()) and path not in actual:
             yield ModuleDifference(path, position, math.inf, 0, called=False)
         calls = [
-            _compare_call(path, call, whole[path][0], mine, slicer, backward)
-            for call, mine in enumerate(own.get(path, []))
+            _compare_call(path, call, whole[path][0], outputs, slicer, backward)
+            for call, outputs in enumerate(actual.get(path, []))
         ]
-        if calls and not (error := max(compared.error for compared in calls)) <= LIMIT:
-            first = next(call for call, compared in enumerate(calls) if not compared.error <= LIMIT)
-            reference, mine, product = (sum(compared[index] for compared in calls) for index in range(1, 4))
-            yield ModuleDifference(path, position, error, first, reference, mine, product)
+        if (difference := _difference(path, position, calls)) is not None:
+            yield difference
+
+
+def _difference(path: str, position: int, calls: Sequence[_CallComparison]) -> ModuleDifference | None:
+    """Return how a module differs over all its calls, or None if every call is within the limit."""
+    wrong = [call for call, compared in enumerate(calls) if not compared.error <= LIMIT]
+    if not wrong:
+        return None
+    return ModuleDifference(
+        path,
+        position,
+        error=max(compared.error for compared in calls),
+        micro_batch=wrong[0],
+        reference=sum(compared.reference for compared in calls),
+        actual=sum(compared.actual for compared in calls),
+        product=sum(compared.product for compared in calls),
+    )
 
 
 class _CallComparison(NamedTuple):
-    """One call of a module compared with the reference: sums as in a SliceComparison."""
+    """One call of a module compared with the reference; the sums are those of a SliceComparison."""
 
     error: float
     reference: float
-    own: float
+    actual: float
     product: float
 
 
@@ -323,34 +353,36 @@ def _compare_call(
     path: str,
     call: int,
     whole: Sequence[Tensor],
-    own: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     slicer: ReferenceSlicer,
     backward: bool,
 ) -> _CallComparison:
-    errors, reference_squares, own_squares, product = [0.0], 0.0, 0.0, 0.0
-    for reference, output in zip(whole, own, strict=False):
+    errors, reference_squares, actual_squares, product = [0.0], 0.0, 0.0, 0.0
+    for reference, output in zip(whole, outputs, strict=False):
         pair = slicer.match(path, call, reference, output) if reference.numel() and output.numel() else None
         if pair is None or (backward and not pair[2]):
             continue
-        part, mine = pair[0].double(), pair[1].cpu().double()
+        part, actual = pair[0].double(), pair[1].cpu().double()
         scale = float(reference.double().norm()) * math.sqrt(part.numel() / reference.numel())
-        error = float((mine - part).norm()) / (scale or 1.0)
+        error = float((actual - part).norm()) / (scale or 1.0)
         errors.append(math.inf if math.isnan(error) else error)
         reference_squares += float(part.square().sum())
-        own_squares += float(mine.square().sum())
-        product += float((mine * part).sum())
-    return _CallComparison(max(errors), reference_squares, own_squares, product)
+        actual_squares += float(actual.square().sum())
+        product += float((actual * part).sum())
+    return _CallComparison(max(errors), reference_squares, actual_squares, product)
 
 
 def _is_left_over(
-    name: str, parameter: nn.Parameter, own: Tensor, tensors: dict[Key, Tensor], step: int
+    name: str, parameter: nn.Parameter, gradient: Tensor, tensors: dict[Key, Tensor], step: int
 ) -> bool:
-    """Whether what a gradient has too much is a multiple of the gradient of the step before, which an update
-    may have divided."""
+    """Return whether the excess of a gradient is a multiple of the previous step's gradient.
+
+    The factor may be any, because an update may have divided that gradient.
+    """
     reference, earlier = (
         tensors[name, "gradient", number][held(parameter)].double() for number in (step, step - 1)
     )
-    excess = own.cpu().double() - reference
+    excess = gradient.cpu().double() - reference
     ratio = float((excess * earlier).sum()) / max(float(earlier.square().sum()), 1e-300)
     return float((excess - ratio * earlier).norm()) <= EXACT * float(excess.norm())
 
@@ -361,8 +393,8 @@ def _sums(
     suspects: dict[str, tuple[nn.Parameter, Tensor]],
     step: int,
 ) -> dict[str, list[str]]:
-    """Over which axes the copies of a suspect's gradient, added up, give the reference: there a sum was left
-    out."""
+    """Return, for each suspect, the axes over which the copies of its gradient add up to the reference. A sum
+    over such an axis was left out."""
     mesh, axes_of = training.mesh, defaultdict(list)
     for axis in dict.fromkeys(("tensor", "data", "context", "replica", COPIES)):
         group = mesh.group(axis)

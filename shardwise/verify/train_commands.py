@@ -1,9 +1,9 @@
-"""The `shardwise train` commands of a drill: real processes, as a user or a scheduler would start them, and
-none left behind.
+"""Start the `shardwise train` commands of a drill as real processes, and end every one of them afterwards.
 
-One command is one host. Several on this machine meet as the nodes of a cluster would, told by the variables
-that operators set for torchrun. Each has a session of its own, so that Ctrl-C reaches only the drill, which
-then ends them.
+The commands are started as a user or a scheduler would start them. One command stands for one host. Several
+commands on this machine find each other like the nodes of a cluster, through the environment variables that
+Kubernetes operators set for torchrun. Each command runs in a session of its own, so that Ctrl-C reaches only
+the drill, which then ends the commands.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import psutil
 from shardwise.resilience.forked import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
-"""By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken
-away."""
+"""Environment variables by which a command recognises that another launcher started it (mesh/launched.py).
+The drill removes them from the environment of its commands."""
 LOG_TAIL = 4000
-"""Characters of the log that an error shows."""
+"""Number of characters from the end of the log that an error message shows."""
 GONE_SECONDS = 10.0
+"""Seconds to wait for killed processes to end before they are killed again."""
 
 
 class TrainCommands:
@@ -47,7 +48,7 @@ class TrainCommands:
         end([*self._ended, *self._hosts])
 
     def start(self, workers: Sequence[int]) -> None:
-        """A command with this many workers, or one for each of several hosts."""
+        """Start one command with this many workers, or one command for each of several hosts."""
         self._ended += self._hosts
         rendezvous = [
             f"PET_RDZV_ENDPOINT=127.0.0.1:{free_port()}",
@@ -57,7 +58,7 @@ class TrainCommands:
         self._hosts = [self._run(command) for command in self._starts]
 
     def start_again(self) -> None:
-        """Start the host that was lost again."""
+        """Start the command of the lost host again."""
         self._hosts.append(self._run(self._starts[-1]))
 
     def _command(self, node: int, workers: Sequence[int], rendezvous: Sequence[str]) -> list[str]:
@@ -65,17 +66,8 @@ class TrainCommands:
         if len(workers) > 1:
             environment += [f"PET_NNODES={len(workers)}", f"PET_NODE_RANK={node}", *rendezvous]
             bounds = ["--min-workers", str(workers[0]), "--max-workers", str(sum(workers))]
-        command = [
-            sys.executable,
-            "-m",
-            "shardwise",
-            "train",
-            str(self.job),
-            "--workers",
-            str(workers[node]),
-            *bounds,
-        ]
-        return ["env", *environment, *command]
+        train = [sys.executable, "-m", "shardwise", "train", str(self.job)]
+        return ["env", *environment, *train, "--workers", str(workers[node]), *bounds]
 
     def _run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -84,47 +76,47 @@ class TrainCommands:
             )
 
     def running(self) -> bool:
-        """Whether any of them still runs."""
+        """Return whether any command still runs."""
         return any(host.poll() is None for host in self._hosts)
 
     def statuses(self) -> list[int | None]:
-        """How each of them ended; None: it did not."""
+        """Return the exit status of each command; None means that it still runs."""
         return [host.poll() for host in self._hosts]
 
     def terminate(self) -> None:
-        """Ask all of them to leave, as a scheduler does: by a signal to every process of the job."""
+        """Send SIGTERM to every process of every command, as a scheduler does."""
         for host in self._hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(host.pid, signal.SIGTERM)
 
     def lose_last(self) -> list[int]:
-        """The last host is gone at once, with all that runs on it; which ranks it had."""
+        """Kill the last host with all its processes, and return the ranks that ran on it."""
         host = self._hosts.pop()
         ranks = sorted(rank for rank, pid in self.workers({host.pid}).items())
         end([host])
         return ranks
 
     def workers(self, supervisors: set[int] | None = None) -> dict[int, int]:
-        """The processes of the present team, by rank."""
+        """Return the process ids of the workers that run now, by rank."""
         wanted = supervisors or {host.pid for host in self._hosts}
         pids: dict[int, int] = {}
         for path in (self.folder / "logs").glob("workers-*.json"):
-            known = json.loads(path.read_text())
-            if known["supervisor"] in wanted:
-                ranks = [worker for worker in known["workers"] if not worker["loose"]]
-                pids |= {
-                    worker["rank"]: worker["pid"] for worker in ranks if psutil.pid_exists(worker["pid"])
-                }
+            team = json.loads(path.read_text())
+            if team["supervisor"] in wanted:
+                ranks = {worker["rank"]: worker["pid"] for worker in team["workers"] if not worker["loose"]}
+                pids |= {rank: pid for rank, pid in ranks.items() if psutil.pid_exists(pid)}
         return pids
 
     def log_tail(self) -> str:
-        """The end of what the commands printed."""
+        """Return the end of what the commands printed."""
         return self.log.read_text(errors="replace")[-LOG_TAIL:].strip() if self.log.exists() else ""
 
 
 def end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill commands with all that they started, and wait until it is gone. Supervisors first: they would
-    replace workers."""
+    """Kill commands with all processes that they started, and wait until these are gone.
+
+    Supervisors are killed first, because they would replace killed workers.
+    """
     doomed: list[psutil.Process] = []
     for host in hosts:
         if host.poll() is None:
@@ -144,8 +136,10 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _in_sessions(leaders: set[int]) -> Iterator[psutil.Process]:
-    """What a command that has ended started in its session: the server that workers were forked from takes a
-    moment to go."""
+    """Yield the processes that are left in the sessions of these commands.
+
+    The server that workers are forked from ends a moment after its command.
+    """
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if os.getsid(pid) in leaders:

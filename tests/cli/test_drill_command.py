@@ -207,7 +207,7 @@ def test_a_folder_that_is_no_run_is_left_alone(shardwise: Shardwise, tmp_path: P
     (tmp_path / "run" / "drilled" / "diary.txt").write_text("mine")
     done = shardwise("drill", *JOB)
     assert done.returncode == 2
-    assert "is in the way" in done.stderr
+    assert "exists and is no run folder" in done.stderr
     assert (tmp_path / "run" / "drilled" / "diary.txt").read_text() == "mine"
 
 

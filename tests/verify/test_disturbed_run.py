@@ -14,9 +14,9 @@ import pytest
 
 from shardwise.config import from_tables
 from shardwise.verify import disturbed_run
-from shardwise.verify.train_commands import TrainCommands
 from shardwise.verify.disturbed_run import Baseline, DisturbedRun, NotSurvived
 from shardwise.verify.drill_faults import Damage
+from shardwise.verify.train_commands import TrainCommands
 
 
 class Silent:

@@ -18,9 +18,9 @@ from shardwise.errors import UserError
 from shardwise.verify import prove as proving
 from shardwise.verify.diagnose import diagnose
 from shardwise.verify.proof_job import prepare_proof
+from shardwise.verify.proof_rows import Reached
 from shardwise.verify.prove import prove
 from shardwise.verify.rank_reports import ModuleDifference, RankReport, RankTrace, Reference, SliceComparison
-from shardwise.verify.proof_rows import Reached
 from shardwise.verify.verdict import QuantityError, Verdict, judge
 
 ROOT = Path(__file__).parents[2]
