@@ -1,4 +1,4 @@
-"""The command line's words: each command lives in its own file and imports what is heavy only when it
+"""The commands of the command line. Each command is in its own file and imports heavy modules only when it
 runs."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ for name, group in (("checkpoint", checkpoint), ("data", data), ("config", confi
 
 
 def _describe_whole(commands: typer.Typer) -> None:
-    """Let the list of commands show each description whole, on lines as wide as the terminal; else it is cut
-    with an ellipsis."""
+    """Let the list of commands show each description whole, on lines as wide as the terminal. By default
+    typer cuts it with an ellipsis."""
     for command in commands.registered_commands:
         command.short_help = inspect.getdoc(command.callback)
     for group in commands.registered_groups:

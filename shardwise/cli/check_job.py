@@ -1,8 +1,8 @@
-"""What of a job can be known before anything starts or is written, for the one list of its problems
-(config/read.py). No torch.
+"""Checks of a job that are made before anything starts or is written, for the one list of its problems
+(config/read.py). They do not need torch.
 
-Each check looks at those tables that are sound in themselves, so that a mistake in one does not hide what is
-wrong elsewhere.
+Each check reads only those tables that are valid by themselves, so that a mistake in one table does not hide
+what is wrong elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from shardwise.drivers.driver import Crew
 
 NEAR = 64
-"""Numbers of workers below one that no layout has which are all tried, before powers of two."""
+"""How many smaller numbers of workers are all tried, where no layout is possible, before powers of two are
+tried."""
 ROOM = ("run.folder", "checkpoint.folder")
 
 
 def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
-    """For a job that is to be trained; `crew_of` says by how many, or why it cannot be by so many."""
+    """Return the checks of a job that is to be trained. `crew_of` returns the numbers of its workers, or
+    raises an error if they are impossible."""
     return [
         *checks_of_proof(),
         weights_problems,
@@ -35,7 +37,7 @@ def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
 
 
 def checks_of_proof() -> Sequence[Check]:
-    """For a job that is to be computed here at all."""
+    """Return the checks of a job that computes on this machine in any way."""
     return [_torch, _device, _data, _module, float8_problems]
 
 
@@ -47,7 +49,7 @@ def _torch(sections: Sections) -> Iterator[str]:
 
 
 def _device(sections: Sections) -> Iterator[str]:
-    """GPUs that are asked for must be there."""
+    """Raise an error if the job requests GPUs and there are none."""
     from shardwise.config import Run
     from shardwise.mesh import on_gpus
 
@@ -70,17 +72,15 @@ def _data(sections: Sections) -> Iterator[str]:
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
-        known = (
-            model.__dict__ if isinstance(model, Model) else {}
-        )  # a value that is itself wrong is not in it
+        known = model.__dict__ if isinstance(model, Model) else {}  # without values that are wrong
         yield from problems_of_data(data, known.get("vocabulary"), known.get("pretrained"))
         if has_to_be_prepared(data):
             yield from _unusable("data.cache", data.cache, ".shardwise/data")
 
 
 def weights_problems(sections: Sections) -> Iterator[str]:
-    """The files of a model from elsewhere, by their headers; one that goes on from a checkpoint needs them no
-    more."""
+    """Yield the problems of the files of a pretrained model, by their headers. A job that resumes from a
+    checkpoint no longer needs these files."""
     from shardwise.checkpoint import to_resume
     from shardwise.checkpoint.pretrained import open_folder
     from shardwise.config import Model, whole
@@ -89,7 +89,7 @@ def weights_problems(sections: Sections) -> Iterator[str]:
     model, config = sections.get("model"), whole(sections)
     if not isinstance(model, Model) or model.pretrained is None:
         return
-    with suppress(UserError):  # `_resume` says what is wrong with it
+    with suppress(UserError):  # `_resume` reports what is wrong with it
         if config and to_resume(config):
             return
     try:
@@ -97,7 +97,7 @@ def weights_problems(sections: Sections) -> Iterator[str]:
     except RunFailed:
         raise
     except UserError as error:
-        yield f"model.pretrained: {error}"  # in the words of config/pretrained.py, so that it is listed once
+        yield f"model.pretrained: {error}"  # worded as in config/pretrained.py, so that it is listed once
 
 
 def _module(sections: Sections) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _module(sections: Sections) -> Iterator[str]:
 
 
 def float8_problems(sections: Sections) -> Iterator[str]:
-    """What is asked of float8 and has no effect, whatever else is wrong with the model or the layout."""
+    """Yield the float8 settings that have no effect, whatever else is wrong with the model or the layout."""
     from shardwise.config import Model, Train
     from shardwise.plan.float8 import unknown_patterns
 
@@ -120,8 +120,10 @@ def float8_problems(sections: Sections) -> Iterator[str]:
 
 
 def _resume(sections: Sections) -> Iterator[str]:
-    """A checkpoint that was asked for. Whether the run's own fit the job is asked once the job has no other
-    mistake."""
+    """Raise an error if the checkpoint to resume from cannot be used.
+
+    Whether the run's own checkpoints fit the job is checked once the job has no other mistake.
+    """
     from shardwise.checkpoint import to_resume
     from shardwise.config import whole
 
@@ -131,7 +133,7 @@ def _resume(sections: Sections) -> Iterator[str]:
 
 
 def _folders(sections: Sections) -> Iterator[str]:
-    """Folders that could not be made where they are asked for."""
+    """Yield the folders of the job that cannot be created."""
     for setting in ROOM:
         table, _, key = setting.partition(".")
         if (folder := getattr(sections.get(table), key, None)) is not None:
@@ -139,7 +141,7 @@ def _folders(sections: Sections) -> Iterator[str]:
 
 
 def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
-    """Why nothing can be written to a folder, or to an address; one that is not there yet is not made."""
+    """Yield why nothing can be written to a folder or to an address. A missing folder is not created here."""
     from shardwise.checkpoint.storage import storage
     from shardwise.errors import UserError
     from shardwise.observe.files import check_room
@@ -149,21 +151,19 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
             storage(folder)
             return
         path = Path(folder).absolute()
-        there = next(above for above in [path, *path.parents] if os.path.lexists(above))
-        if there.is_dir():
+        existing = next(above for above in [path, *path.parents] if os.path.lexists(above))
+        if existing.is_dir():
             check_room(path, setting, 0)
         else:
-            yield (
-                f"{setting} = {folder!r}: {there} is not a folder. Give another, for example "
-                f"{setting}={example}"
-            )
+            advice = f"Give another, for example {setting}={example}"
+            yield f"{setting} = {folder!r}: {existing} is not a folder. {advice}"
     except UserError as error:
         yield str(error) if str(error).startswith(setting) else f"{setting} = {folder!r}: {error}"
 
 
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
-    """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether
-    there is any."""
+    """Check that the layout is possible on this number of devices and fits in their memory; for a layout that
+    is searched for, that there is any."""
     from shardwise.config import layout_is_possible, whole
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
@@ -174,7 +174,7 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
         return
     crew = crew_of(config)
     if not layout_is_possible(config.model, config.data, config.train, config.layout):
-        return  # `read` names what works instead; more devices would be counted for a layout that cannot be
+        return  # `read` names what works instead; its number of devices would make no sense here
     named = config.cluster.preset is not None or config.cluster.file is not None
     plain = config.model.module is None and driver_of(config).lockstep
     if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):
@@ -184,16 +184,18 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
 
 
 def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
-    """That none is possible on so many workers: known without the machine being measured, which takes minutes
-    with many."""
+    """Yield that no layout is possible on this number of workers, and on which number one is.
+
+    This is known without measuring the machine, which takes minutes with many workers.
+    """
     from shardwise.config.compression import AUTO
     from shardwise.search.candidates import candidates, fixed_fields
     from shardwise.words import counted
 
     fixed = fixed_fields(config)
-    if config.layout.compression == AUTO or len((found := candidates(config, crew.most, fixed)).space):
+    if config.layout.compression == AUTO or len((tried := candidates(config, crew.most, fixed)).space):
         return
-    reasons = "; ".join(found.refused) or "what [layout] asks for is not of so many"
+    reasons = "; ".join(tried.refused) or "what [layout] asks for is not of so many"
     near = range(crew.most - 1, max(0, crew.most - 1 - NEAR), -1)
     halves = (1 << power for power in reversed(range((crew.most - 1).bit_length())))
     fewer = next((count for count in (*near, *halves) if len(candidates(config, count, fixed).space)), 1)

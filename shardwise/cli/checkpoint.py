@@ -1,8 +1,8 @@
-"""`shardwise checkpoint list | check | diff | export | import`: what a run has saved, and Hugging Face
-folders.
+"""`shardwise checkpoint list | check | diff | export | import`: work with the checkpoints of a run and with
+Hugging Face folders.
 
-Where a checkpoint is wanted, a run folder or a folder of checkpoints stands for its newest; `list` and
-`check` take all of them.
+Where one checkpoint is needed, a run folder or a folder of checkpoints stands for its newest checkpoint;
+`list` and `check` take all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from shardwise.errors import UserError
 from shardwise.words import counted
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shardwise.checkpoint.compare import Comparison
     from shardwise.config import Model
 
@@ -26,7 +28,7 @@ checkpoint = typer.Typer(
     no_args_is_help=True, help="List, check and compare checkpoints; to and from Hugging Face folders."
 )
 SHOWN = 12
-"""Lines of a kind; the rest is counted. `--json` has all."""
+"""Number of lines of one kind that are shown; the rest is counted. `--json` shows all."""
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "max_positions")
 
 Checkpoint = Annotated[
@@ -38,8 +40,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 
 @checkpoint.command("list")
 def list_(folder: Many, json: Json = False) -> None:
-    """The checkpoints of a run: step, when, size, layout, and whether all files are there. Reads manifests
-    only."""
+    """List the checkpoints of a run: step, time, size, layout, and whether all files are there. Reads
+    manifests only."""
     rows = [_row(address) for address in _checkpoints_of(folder)]
     if json:
         _print_json({"checkpoints": rows})
@@ -51,33 +53,24 @@ def list_(folder: Many, json: Json = False) -> None:
     table = Table("step", "saved", "size", "layout", "state", "folder", box=None, pad_edge=False)
     for row in rows:
         saved = (row["saved"] or "").replace("T", " ")
-        cells = (
-            str(row["step"]),
-            saved,
-            _size(row["bytes"]),
-            row["layout"],
-            row["problem"] or "whole",
-            row["path"],
-        )
-        table.add_row(*map(Text, cells))  # as they are: rich would take what is in brackets for a style
+        state = row["problem"] or "whole"
+        cells = (str(row["step"]), saved, _size(row["bytes"]), row["layout"], state, row["path"])
+        table.add_row(*map(Text, cells))  # as Text, because rich takes a str in brackets for a style
     console = Console(highlight=False)
     console.print(table) if console.is_terminal else _print_plain(table)
 
 
 @checkpoint.command()
 def check(folder: Many, json: Json = False) -> None:
-    """Read every byte and compare it with what was saved; a damaged file is named, with status 1."""
+    """Read every byte and compare it with what was saved. A damaged file is named, with status 1."""
     need_torch()
     rows = []
     for address in _checkpoints_of(folder):
         problems = list(_faults(address))
         rows.append({"path": address, "whole": not problems, "problems": problems})
         if not json:
-            print(
-                f"{address}: {'damaged' if problems else 'whole'}",
-                *(f"  {problem}" for problem in problems),
-                sep="\n",
-            )
+            print(f"{address}: {'damaged' if problems else 'whole'}")
+            print("".join(f"  {problem}\n" for problem in problems), end="")
     whole = all(row["whole"] for row in rows)
     if json:
         _print_json({"whole": whole, "checkpoints": rows})
@@ -134,17 +127,17 @@ def export(
     tensors, files = counted(done.tensors, "tensor"), counted(done.files, "file")
     print(f"{folder}: {done.architecture}, {tensors}, {_size(done.bytes)} in {files}, from {address}")
     if done.kept:
-        typer.echo(
-            f"and {counted(done.kept, 'file')} as in the folder that the model came from, byte for byte",
-            err=True,
-        )
+        files = counted(done.kept, "file")
+        typer.echo(f"and {files} as in the folder that the model came from, byte for byte", err=True)
     if done.note:
         typer.echo(f"note: {done.note}", err=True)
 
 
 def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
-    """The checkpoint to export. What can be refused without torch is, because importing torch takes
-    seconds."""
+    """Return the checkpoint to export.
+
+    What can be refused without torch is refused here, because importing torch takes seconds.
+    """
     from shardwise.checkpoint.folder import held_model, read_manifest
     from shardwise.checkpoint.pretrained import HEADER_DTYPES, check_empty
     from shardwise.config.model_config import to_config
@@ -191,7 +184,7 @@ def import_(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 500MB, 1GiB or 1000000."""
+    """Return the bytes of a size such as 500MB, 1GiB or 1000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     amount = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
     if amount < 1:
@@ -200,7 +193,7 @@ def parse_size(text: str) -> int:
 
 
 def need_torch() -> None:
-    """Refuse to go on without a torch that will do."""
+    """Raise an error unless a supported torch is installed."""
     from shardwise.cli.doctor import torch_problem
 
     if problem := torch_problem():
@@ -208,8 +201,8 @@ def need_torch() -> None:
 
 
 def note_links(folder: Path) -> None:
-    """Say where files of a Hugging Face folder are links to files elsewhere: they are read, and kept in
-    checkpoints."""
+    """Print a note if files of a Hugging Face folder are links to files elsewhere. Such files are read, and
+    stored in checkpoints."""
     from shardwise.config.pretrained import links_outside
 
     if sentence := links_outside(folder):
@@ -217,7 +210,8 @@ def note_links(folder: Path) -> None:
 
 
 def _checkpoints_of(folder: str) -> list[str]:
-    """The checkpoints that a run folder, a folder of checkpoints or a checkpoint stands for, oldest first."""
+    """Return the checkpoints of a run folder or of a folder of checkpoints, oldest first; a checkpoint itself
+    is returned alone."""
     from shardwise.checkpoint.folder import MANIFEST, checkpoints
     from shardwise.checkpoint.storage import storage
 
@@ -235,7 +229,7 @@ def _checkpoints_of(folder: str) -> list[str]:
 
 
 def _run_checkpoints(config: Path) -> str | None:
-    """Where the job of a run folder said that its checkpoints go, if it did."""
+    """Return the folder of checkpoints that the job of a run folder names, if it names one."""
     from shardwise.files import parse_toml, read_bytes
 
     try:
@@ -247,7 +241,7 @@ def _run_checkpoints(config: Path) -> str | None:
 
 
 def _faults(address: str) -> Iterator[str]:
-    """A sentence for each file that is not what was saved."""
+    """Yield a sentence for each file that differs from what was saved."""
     from shardwise.checkpoint.contents import Contents, damaged_files
     from shardwise.checkpoint.storage import storage
 
@@ -265,30 +259,25 @@ def _faults(address: str) -> Iterator[str]:
 
 
 def newest(folder: str) -> str:
-    """The newest checkpoint of a run folder or a folder of checkpoints; a checkpoint itself."""
+    """Return the newest checkpoint of a run folder or of a folder of checkpoints; a checkpoint is returned as
+    it is."""
     return _checkpoints_of(folder)[-1]
 
 
 def _row(address: str) -> dict[str, Any]:
-    """What `list` says of a checkpoint, read from its manifest."""
+    """Return what `list` shows of a checkpoint, read from its manifest."""
     from datetime import datetime
 
     from shardwise.checkpoint import read_manifest
     from shardwise.checkpoint.folder import MANIFEST
 
     path = Path(address) / MANIFEST
-    time = (
-        datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds") if path.is_file() else None
-    )
+    time = None
+    if path.is_file():
+        time = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
     name = re.search(r"step-(\d+)$", address)
-    row = {
-        "path": address,
-        "step": int(name[1]) if name else None,
-        "saved": time,
-        "bytes": None,
-        "layout": "",
-        "world": None,
-    }
+    step = int(name[1]) if name else None
+    row = {"path": address, "step": step, "saved": time, "bytes": None, "layout": "", "world": None}
     try:
         manifest = read_manifest(address)
     except UserError as error:
@@ -303,7 +292,7 @@ def _row(address: str) -> dict[str, Any]:
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
-    """The degrees of a layout and its sharding, in words; a checkpoint from an import has no layout."""
+    """Return the degrees and the sharding of a layout in words. A checkpoint from an import has no layout."""
     from shardwise.plan.grid import describe_degrees
 
     return f"{describe_degrees(layout)}, zero {layout.get('zero')}" if layout else "weights alone"
@@ -328,14 +317,15 @@ def _show(comparison: Comparison, first: str, second: str) -> None:
 
 
 def _print_list(title: str, lines: list[str]) -> None:
-    """The first lines under a title, and how many more there are; nothing where there are none."""
+    """Print the first lines under a title, and how many more there are. Print nothing if there are none."""
     rest = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     if lines:
         print("\n  ".join([title, *lines[:SHOWN], *rest]))
 
 
 def _set_fields(model: Model) -> dict[str, Any]:
-    """What a job must say to get this model: its shape, and whatever else is not the default."""
+    """Return the settings that a job needs for this model: its shape, and whatever differs from the
+    default."""
     fields, values = type(model).model_fields, model.settings()
     return {key: value for key, value in values.items() if key in SHAPE or value != fields[key].default}
 
@@ -343,9 +333,8 @@ def _set_fields(model: Model) -> dict[str, Any]:
 def _table(name: str, values: Mapping[str, Any]) -> str:
     from json import dumps  # numbers, truth values and strings are the same in TOML
 
-    return "\n".join(
-        [f"[{name}]", *(f"{key} = {dumps(value, ensure_ascii=False)}" for key, value in values.items())]
-    )
+    lines = [f"{key} = {dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "\n".join([f"[{name}]", *lines])
 
 
 def _size(bytes: int | None) -> str:
@@ -360,8 +349,8 @@ def _print_json(content: dict[str, Any]) -> None:
     print(to_json(content))
 
 
-def _print_plain(table: Any) -> None:
-    """In a file or a pipe no line is broken."""
+def _print_plain(table: Table) -> None:
+    """Print a table without breaking lines, for a file or a pipe."""
     from rich.console import Console
 
     Console(highlight=False, width=400).print(table)
@@ -371,8 +360,7 @@ def _print_plain(table: Any) -> None:
 def _bar(
     title: str, unit: str = "tensors", in_bytes: bool = True
 ) -> Iterator[Callable[[int, int, int, int], None]]:
-    """How many and how much is done, how fast, how long it will take; on standard error, and on a terminal
-    only."""
+    """Show a progress bar on standard error, on a terminal only, and yield the function that updates it."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

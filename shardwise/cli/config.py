@@ -1,5 +1,5 @@
-"""`shardwise config schema | show`: what a job may say, and what this one says, with the origin of every
-value."""
+"""`shardwise config schema | show`: the settings that a job may have, and those of one job with the origin of
+every value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT = "default"
 
 @config.command()
 def schema() -> None:
-    """The job file as JSON Schema, for editors that complete and check TOML."""
+    """Print the JSON Schema of the job file, for editors that complete and check TOML."""
     from json import dumps
 
     from shardwise.config.json_schema import job_schema
@@ -37,17 +37,16 @@ def show(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Every value of a job, and where it comes from: a default, the job file, an override, or what filled it
-    in."""
+    """Show every value of a job, and where it comes from: a default, the job file, an override, or what
+    filled it in."""
     from shardwise.config import read_with_origins
 
     values, origins = read_with_origins(job, overrides or [])
     if json:
         from json import dumps
 
-        print(
-            dumps({name: dict(_table(values, name, origins)) for name in type(values).model_fields}, indent=2)
-        )
+        tables = {name: dict(_table(values, name, origins)) for name in type(values).model_fields}
+        print(dumps(tables, indent=2))
     else:
         print("\n".join(_lines(values, origins)))
 
@@ -58,22 +57,22 @@ def _table(values: Config, section: str, origins: Origins) -> Iterator[tuple[str
 
 
 def _lines(values: Config, origins: Origins) -> Iterator[str]:
-    """A job that says all of it, with the origins as comments; what has no value is a comment as well."""
+    """Yield the lines of a job file with all settings, and their origins as comments. A setting without a
+    value is a comment too."""
     from shardwise.errors import printable
 
     for section in type(values).model_fields:
         yield f"[{section}]"
         for key, entry in _table(values, section, origins):
-            value = (
-                False if (section, key) == ("train", "clip") and entry["value"] is None else entry["value"]
-            )
+            no_clip = (section, key) == ("train", "clip") and entry["value"] is None
+            value = False if no_clip else entry["value"]
             text = f"# {key} is not set" if value is None or value == [] else f"{key} = {_toml(value)}"
             yield f"{text:<44}  # {printable(entry['origin'])}"
         yield ""
 
 
-def _toml(value: Any) -> str:
-    """A value on one line."""
+def _toml(value: object) -> str:
+    """Return a value as TOML on one line."""
     import tomli_w
 
     if isinstance(value, list):

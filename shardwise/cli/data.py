@@ -1,4 +1,4 @@
-"""`shardwise data prepare`: tokenise once, train many times."""
+"""`shardwise data prepare`: tokenise once, then train many times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ data = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
 @data.callback()
 def _group() -> None:
-    """Prepare training data."""
+    """Group the commands that prepare training data."""
+    # Without a callback, typer would make a single command the whole group.
 
 
 @data.command()
@@ -32,7 +33,7 @@ def prepare(
     text_field: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Tokenise SOURCE into memory-mapped shards in FOLDER. Interrupted, it goes on where it stopped."""
+    """Tokenise SOURCE into memory-mapped shards in FOLDER. An interrupted run continues where it stopped."""
     import json as json_module
 
     from shardwise.cli.progress import preparing

@@ -1,7 +1,7 @@
-"""`shardwise doctor`: what this machine has and lacks, in words, with the line to type for what is missing.
+"""`shardwise doctor`: show what this machine has and lacks, with the command to type for what is missing.
 
-Nothing here imports torch: its version is read from the installed package's metadata, so the answer comes in
-a moment and also where torch is broken. GPUs are asked for through the driver's own tool.
+Nothing here imports torch. Its version is read from the metadata of the installed package, so the answer
+comes at once, even if torch is broken. GPUs are queried through the driver's own tool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ State = Literal["good", "optional", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: is it there, and what it is or what to do."""
+    """One thing that was examined: whether it is there, and what it is or what to do."""
 
     name: str
     state: State
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver names it."""
+    """A GPU, as the driver names it."""
 
     name: str
     memory_gib: float
@@ -50,8 +50,8 @@ class Gpu:
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """What this machine has and lacks for training, and the install line for what is missing. Status 1 if it
-    cannot train."""
+    """Show what this machine has and lacks for training, and the install command for what is missing. Status
+    1 if it cannot train."""
     findings = examine()
     if json:
         import json as json_format
@@ -68,7 +68,7 @@ def doctor(
 
 
 def examine() -> list[Finding]:
-    """Everything looked at, in the order it is shown."""
+    """Return everything that is examined, in the order in which it is shown."""
     gpus = _gpus()
     return [
         Finding("shardwise", "good", __version__),
@@ -85,7 +85,7 @@ def examine() -> list[Finding]:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """The whole examination in one line."""
+    """Return the whole examination in one line."""
     bad = _bad(findings)
     if bad:
         return f"Not ready to train: see {', '.join(finding.name for finding in bad)} above."
@@ -93,7 +93,8 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def torch_problem() -> str | None:
-    """What is wrong with the installed torch and the line that mends it; None where it will do."""
+    """Return what is wrong with the installed torch, and the command that corrects it; None if it is
+    supported."""
     installed = _version("torch")
     supported = f"{_dotted(TORCH_OLDEST)} up to, not including, {_dotted(TORCH_BELOW)}"
     if installed is None:
@@ -117,10 +118,8 @@ def _torch(gpus: list[Gpu]) -> Finding:
         return Finding("torch", "bad", problem)
     installed = _version("torch") or ""
     if gpus and installed.endswith("+cpu"):
-        advice = (
-            f"cannot use the GPU here. Install the CUDA build: pip install --force-reinstall "
-            f"torch=={TORCH_TESTED}"
-        )
+        install = f"pip install --force-reinstall torch=={TORCH_TESTED}"
+        advice = f"cannot use the GPU here. Install the CUDA build: {install}"
         return Finding("torch", "bad", f"{installed} {advice}")
     return Finding("torch", "good", installed)
 
@@ -131,9 +130,8 @@ def _gpus() -> list[Gpu]:
         return []
     command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.splitlines()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        lines = done.stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
     pairs = [line.rsplit(",", 1) for line in lines if "," in line]
@@ -145,11 +143,8 @@ def _gpus() -> list[Gpu]:
 def _gpu(gpus: list[Gpu]) -> Finding:
     if gpus:
         counts = {gpu: gpus.count(gpu) for gpu in gpus}
-        return Finding(
-            "GPU",
-            "good",
-            ", ".join(f"{n} x {gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu, n in counts.items()),
-        )
+        named = [f"{n} x {gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu, n in counts.items()]
+        return Finding("GPU", "good", ", ".join(named))
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return Finding(
             "GPU", "bad", "an NVIDIA device is here, but nvidia-smi gives no answer: check the driver"
@@ -160,36 +155,29 @@ def _gpu(gpus: list[Gpu]) -> Finding:
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free / GIB
     space = f"{free:.1f} GiB free in this folder"
-    return (
-        Finding("disk", "good", space)
-        if free >= 1
-        else Finding("disk", "bad", f"{space}; checkpoints will not fit")
-    )
+    if free >= 1:
+        return Finding("disk", "good", space)
+    return Finding("disk", "bad", f"{space}; checkpoints will not fit")
 
 
 def _cache() -> Finding:
-    """The folder itself, or the nearest one above it that exists: that is where it would be made."""
+    """Examine the cache folder, or if it does not exist, the nearest existing folder above it, where it would
+    be created."""
     folder = Path(_CACHE).absolute()
     while not folder.exists():
         folder = folder.parent
     if os.access(folder, os.W_OK):
         return Finding("cache", "good", f"{_CACHE} can be written")
-    return Finding(
-        "cache",
-        "bad",
-        f"{folder} cannot be written: work in another folder, or give data.cache=PATH and run.folder=PATH",
-    )
+    advice = "work in another folder, or give data.cache=PATH and run.folder=PATH"
+    return Finding("cache", "bad", f"{folder} cannot be written: {advice}")
 
 
 def _compiler() -> Finding:
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler:
         return Finding("C compiler", "good", compiler)
-    return Finding(
-        "C compiler",
-        "optional",
-        "none; torch.compile needs one: install gcc, or train with train.compile=false",
-    )
+    advice = "none; torch.compile needs one: install gcc, or train with train.compile=false"
+    return Finding("C compiler", "optional", advice)
 
 
 def _extra(extra: str, package: str) -> Finding:
@@ -215,7 +203,7 @@ def _cores() -> int:
 
 
 def _memory_gib() -> float:
-    """What the machine has, or what the container we are in may use of it."""
+    """Return the memory of the machine, or the part that its container may use."""
     import psutil
 
     total = int(psutil.virtual_memory().total)

@@ -1,8 +1,9 @@
-"""Drawings of a schedule: text for a terminal, SVG for a page. Time runs to the right, one row a rank.
+"""Draw a pipeline schedule: as text for a terminal, as SVG for a page. Time runs to the right, with one row
+per rank.
 
-Both draw a simulated `Timeline`. In text a cell is one unit of time, so costs should be whole numbers, as the
-default ones are. Waiting is drawn as dots in text and left empty in SVG: the emptier, the larger the
-bubble.
+Both drawings show a simulated `Timeline`. In text a cell is one unit of time, so costs should be whole
+numbers, as the default ones are. Waiting time is drawn as dots in text and left empty in SVG: the emptier the
+drawing, the larger the bubble.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WIDEST = 1600
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: what it is, its bubble, and the activations it keeps."""
+    """Return one line with the size of the schedule, its bubble, and the activations that a rank holds."""
     schedule = timeline.schedule
     peak = _plural(max(peak_in_flight(schedule)), "activation")
     return f"{schedule.name}: {_size(timeline)}; bubble {timeline.bubble:.1%}, at most {peak} on a rank"
@@ -38,7 +39,8 @@ def _plural(count: int, word: str) -> str:
 
 
 def draw_text(timeline: Timeline, columns: int = COLUMNS) -> str:
-    """One row a rank, one cell a unit of time; longer drawings are clipped, and say so."""
+    """Return a text drawing with one row per rank and one cell per unit of time. A longer drawing is cut, and
+    says so."""
     spans = [span for row in timeline.spans for span in row]
     width = max(len(_label(span.action, timeline)) for span in spans) + 1
     margin = len(f"rank {len(timeline.spans) - 1}  ")
@@ -64,18 +66,19 @@ def _row(spans: list[Span], timeline: Timeline, width: int, shown: int) -> str:
 
 
 def _label(action: Action, timeline: Timeline) -> str:
-    """The stage is named only where a rank has several."""
+    """Return the label of an action. The stage is named only if a rank has several."""
     several = timeline.schedule.stages > timeline.schedule.ranks
     return str(action) if several else f"{action.kind}{action.micro_batch}"
 
 
 def draw_svg(timeline: Timeline) -> str:
-    """A self-contained SVG: a box an action, coloured by kind, paler for the later stages of a rank."""
+    """Return a self-contained SVG with one box per action, coloured by kind, and paler for the later stages
+    of a rank."""
     unit = min(28.0, (WIDEST - LEFT) / timeline.makespan)
     width, height = LEFT + unit * timeline.makespan + 16, TOP + ROW * len(timeline.spans) + 36
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
-        f'height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}" '
         'font-family="ui-sans-serif, system-ui, sans-serif" font-size="11" role="img">',
         f"<title>{escape(summary(timeline))}</title>",
         f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
@@ -111,16 +114,12 @@ def _box(span: Span, timeline: Timeline, top: int, unit: float) -> str:
     left, width = LEFT + unit * span.start, unit * (span.end - span.start)
     stages = timeline.schedule.stages_of(timeline.schedule.rank_of_stage[action.stage])
     opacity = 1 - 0.6 * stages.index(action.stage) / len(stages)
-    label = (
-        f'<text x="{left + width / 2:.1f}" y="{top + 17}" text-anchor="middle">{action.micro_batch}</text>'
-        if width >= 9
-        else ""
-    )
+    middle = f'x="{left + width / 2:.1f}" y="{top + 17}" text-anchor="middle"'
+    label = f"<text {middle}>{action.micro_batch}</text>" if width >= 9 else ""
     return (
         f'<rect x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 4}" '
-        f'fill="{COLOURS[action.kind]}" '
-        f'fill-opacity="{opacity:.2f}" stroke="white"><title>{action}: {span.start:g} to '
-        f"{span.end:g}</title></rect>{label}"
+        f'fill="{COLOURS[action.kind]}" fill-opacity="{opacity:.2f}" stroke="white">'
+        f"<title>{action}: {span.start:g} to {span.end:g}</title></rect>{label}"
     )
 
 

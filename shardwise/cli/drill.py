@@ -1,4 +1,4 @@
-"""`shardwise drill JOB`: train undisturbed, then with faults, and prove that the two are the same run."""
+"""`shardwise drill JOB`: train undisturbed, then with faults, and prove that both runs are the same."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def drill(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was
-    lost."""
+    """Train a job undisturbed, then again while faults are injected, and prove that nothing was lost."""
     try:
         with stopped_as_interrupted():
             result = _drill(job, with_device(overrides, device), faults, count, seed, workers)
@@ -100,7 +99,7 @@ def _unknown(faults: str) -> Iterator[str]:
 
 
 def _workers(config: Config, workers: int | None) -> int:
-    """As many as `shardwise train` would start."""
+    """Return the number of workers that `shardwise train` would start."""
     from shardwise.config import workers_without_gpus
     from shardwise.mesh import local_gpus
 
@@ -109,8 +108,8 @@ def _workers(config: Config, workers: int | None) -> int:
 
 
 class _DrillBar:
-    """What a person sees of a drill on standard error: a bar that is redrawn on a terminal, and what happened
-    above it."""
+    """Shows a drill on standard error: a progress bar that is redrawn on a terminal, and above it what
+    happened."""
 
     def __init__(self, steps: int, faults: int) -> None:
         from rich.console import Console
@@ -151,59 +150,40 @@ class _DrillBar:
 
 def _show(result: DrillResult) -> None:
     print("\n".join(_table(result)))
-    same = result.comparison
-    for line in (
-        *(same.sentences() if same else ()),
-        *(f"among more faults than the drill did: {event}" for event in result.unexpected),
-    ):
+    for line in result.comparison.sentences() if result.comparison else ():
         print(line)
-    steps = (
-        f"the steps took {result.baseline.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with "
-        f"faults"
-    )
+    for event in result.unexpected:
+        print(f"among more faults than the drill did: {event}")
+    undisturbed, drilled = f"{result.baseline.training:.1f} s", f"{result.drilled_seconds:.1f} s"
+    steps = f"the steps took {undisturbed} undisturbed, {drilled} with faults"
     print(f"goodput {result.goodput:.2f}: {steps}, from the beginning of the first to the end of the last")
     print(f"{'PASS' if result.passes else 'FAIL'}: {_verdict(result)}")
 
 
 def _verdict(result: DrillResult) -> str:
-    same, of = result.comparison, len(result.planned)
+    compared, planned = result.comparison, len(result.planned)
     survived = counted(len(result.faults), "fault")
-    if same is None:
-        return f"{len(result.faults)} of {of} faults were survived; the run did not reach its end"
-    alike = (
-        "to the last bit"
-        if same.tolerance is None
-        else f"to rounding (relative {same.tolerance:g}: the layout changed)"
-    )
-    if result.passes:
-        compared = (
-            f"the losses of {counted(same.steps, 'step')}, their data and {counted(same.tensors, 'tensor')} "
-            f"at the end"
-        )
-        return (
-            f"{survived} on {counted(result.workers, 'worker')}; {compared} equal the undisturbed run's "
-            f"{alike}"
-        )
-    return f"{survived} survived, but the run is not the undisturbed one {alike}"
+    if compared is None:
+        return f"{len(result.faults)} of {planned} faults were survived; the run did not reach its end"
+    precision = "to the last bit"
+    if compared.tolerance is not None:
+        precision = f"to rounding (relative {compared.tolerance:g}: the layout changed)"
+    if not result.passes:
+        return f"{survived} survived, but the run is not the undisturbed one {precision}"
+    steps, tensors = counted(compared.steps, "step"), counted(compared.tensors, "tensor")
+    parts = f"the losses of {steps}, their data and {tensors} at the end"
+    workers = counted(result.workers, "worker")
+    return f"{survived} on {workers}; {parts} equal the undisturbed run's {precision}"
 
 
 def _table(result: DrillResult) -> list[str]:
-    """A line a fault, in columns as wide as what is in them."""
+    """Return a table with one line per fault, in columns as wide as their content."""
     rows = [["fault", "step", "seconds to recover", "steps lost", "what happened"]]
     for fault in result.faults:
-        rows.append(
-            [
-                fault.kind,
-                str(fault.step),
-                f"{fault.seconds_to_recover:.1f}",
-                str(fault.steps_lost),
-                fault.happened,
-            ]
-        )
-    rows += [
-        [fault.kind, "-", "-", "-", "not survived, or not reached"]
-        for fault in result.planned[len(result.faults) :]
-    ]
+        seconds = f"{fault.seconds_to_recover:.1f}"
+        rows.append([fault.kind, str(fault.step), seconds, str(fault.steps_lost), fault.happened])
+    for missed in result.planned[len(result.faults) :]:
+        rows.append([missed.kind, "-", "-", "-", "not survived, or not reached"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

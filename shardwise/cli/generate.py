@@ -1,4 +1,5 @@
-"""`shardwise generate MODEL`: what a trained model says, token by token, to a prompt or in a conversation."""
+"""`shardwise generate MODEL`: print what a trained model generates from a prompt or in a conversation, token
+by token."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import typer
 if TYPE_CHECKING:
     from shardwise.train.inference import Sampling, Speaker
 
-ASKING = "> "
+PROMPT = "> "
+"""What a terminal shows before a line is typed."""
 LARGEST_SEED = 2**63 - 1
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="A run folder, a step-N folder, or a Hugging Face folder.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", help="A text to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -31,36 +33,35 @@ def generate(
         int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")
     ] = 256,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
+        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="The random seed.")] = 0,
 ) -> None:
-    """Continue a text, or talk, with the model of a run (on any layout) or of a Hugging Face folder, on one
-    device."""
+    """Generate text from a prompt, or hold a conversation, with the model of a run (on any layout) or of a
+    Hugging Face folder, on one device."""
     from shardwise.data.chat import without_lone_surrogates
     from shardwise.errors import UserError
 
     if (prompt is None) != chat:
         raise UserError(
-            "generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and "
-            "not both"
+            "generate: give --prompt TEXT for a text to continue, or --chat for a conversation, and not both"
         )
     speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)
-    for stream in (
-        sys.stdin,
-        sys.stdout,
-    ):  # what is no text in the terminal's encoding is shown so, and ends nothing
+    # Bytes that are no text in the terminal's encoding are replaced; they must not end the program.
+    for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if prompt is not None:
-        _say(speaker.go_on(without_lone_surrogates(prompt), sampling))
+        _print_pieces(speaker.go_on(without_lone_surrogates(prompt), sampling))
     else:
         _talk(speaker, sampling)
 
 
 def _load(model: str) -> Speaker:
-    """The model, with its weights. What can be refused without torch is, before torch is imported, which
-    takes seconds."""
+    """Load a model with its weights.
+
+    What can be refused without torch is refused before torch is imported, because that takes seconds.
+    """
     from shardwise.checkpoint.folder import held_model, read_manifest
     from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
     from shardwise.cli.checkpoint import need_torch, newest, note_links
@@ -69,10 +70,8 @@ def _load(model: str) -> Speaker:
 
     need_torch()
     folder = Path(model)
-    with reading(
-        model,
-        "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt.",
-    ):
+    advice = "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt."
+    with reading(model, advice):
         is_folder = (folder / CONFIG).is_file()
     if is_folder:
         check_tokenizer(open_folder(folder))
@@ -94,22 +93,22 @@ def _sampling(max_tokens: int, temperature: float, seed: int) -> Sampling:
 
 
 def _talk(speaker: Speaker, sampling: Sampling) -> None:
-    """Until there are no more lines. All that was said before belongs to each question."""
+    """Answer each line of standard input. The whole conversation so far is the context of each answer."""
     from dataclasses import replace
 
     speaker.check_chat()
     messages: list[dict[str, str]] = []
     for turn, line in enumerate(_lines()):
         messages.append({"role": "user", "content": line})
-        said = _say(speaker.answer(messages, replace(sampling, seed=sampling.seed + turn)))
-        messages.append({"role": "assistant", "content": said})
+        answer = _print_pieces(speaker.answer(messages, replace(sampling, seed=sampling.seed + turn)))
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, or comes from a file or a pipe; empty lines are no questions."""
+    """Yield the lines of standard input that are not empty, with a prompt on a terminal."""
     while True:
         if sys.stdin.isatty():
-            print(ASKING, end="", flush=True, file=sys.stderr)
+            print(PROMPT, end="", flush=True, file=sys.stderr)
         line = sys.stdin.readline()
         if not line:
             if sys.stdin.isatty():
@@ -119,11 +118,11 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\r\n")
 
 
-def _say(pieces: Iterable[str]) -> str:
-    """Show a text as it comes; returns it."""
-    said = ""
+def _print_pieces(pieces: Iterable[str]) -> str:
+    """Print the pieces of a text as they arrive, and return the whole text."""
+    text = ""
     for piece in pieces:
         print(piece, end="", flush=True)
-        said += piece
+        text += piece
     print(flush=True)
-    return said
+    return text

@@ -1,9 +1,9 @@
-"""Commands that take a job: an option of another program is answered with the key of the job to write
+"""The class of commands that take a job: it answers an unknown option with the key of the job to write
 instead.
 
 `shardwise train job.toml --steps 10` has no such option. Settings of a job are written `section.key=value`,
-and the message names the key and the value that were meant. All other options are left to typer, which shows
-the usage.
+and the message names the key and the value that were meant. All other unknown options are left to typer,
+which shows the usage.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ class JobCommand(TyperCommand):
     """A command whose arguments are a job and changes to it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does it, but for options that are keys of a job under another name."""
-        known = {
-            name
-            for parameter in self.get_params(ctx)
-            for name in (*parameter.opts, *parameter.secondary_opts)
-        }
+        """Parse the arguments as typer does, but refuse options that mean a key of the job."""
+        parameters = self.get_params(ctx)
+        known = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
         if problems := list(_mistaken(args, known)):
             from shardwise.errors import ConfigError, UserError
 
@@ -35,21 +32,26 @@ class JobCommand(TyperCommand):
 
 
 def _mistaken(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
-    """A problem for each option that is not known and means a key of a job."""
+    """Yield a problem for each unknown option that means a key of the job."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     for index, argument in enumerate(arguments[:end]):
-        option, equals, value = argument.partition("=")
+        option = argument.partition("=")[0]
         if not option.startswith("--") or option in known or (ours := _key_of(option)) is None:
             continue
-        follows = arguments[index + 1] if index + 1 < end else ""
-        if not equals and not ours.value and not follows.startswith("--") and "=" not in follows:
-            argument, value = f"{argument} {follows}".strip(), follows
-        write = f"write {ours.setting(value or 'VALUE')}" if ours.key else ours.note
-        yield f"{argument}: not an option; {write}"
+        yield _advice(argument, ours, arguments[index + 1] if index + 1 < end else "")
+
+
+def _advice(argument: str, ours: OurKey, following: str) -> str:
+    """Return what to write instead of an option. Its value may be the argument that follows it."""
+    _, equals, value = argument.partition("=")
+    if not equals and not ours.value and not following.startswith("--") and "=" not in following:
+        argument, value = f"{argument} {following}".strip(), following
+    write = f"write {ours.setting(value or 'VALUE')}" if ours.key else ours.note
+    return f"{argument}: not an option; {write}"
 
 
 def _key_of(option: str) -> OurKey | None:
-    """The key of a job that an option means, by its name or as --section.key."""
+    """Return the key of a job that an option means, by its name or as --section.key."""
     from shardwise.config.other_names import OurKey, our_key
     from shardwise.config.schema import SECTIONS, keys_of
 

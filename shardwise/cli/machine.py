@@ -1,4 +1,5 @@
-"""This machine as a cluster: measured for jobs that name none, and held against the one that a job names."""
+"""Describe this machine as a cluster: measure it for jobs that name none, and compare it with the cluster
+that a job names."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ if TYPE_CHECKING:
 
 
 def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
-    """The cluster of so many local workers (None: the GPUs here, or one a core up to four), and the file that
-    it is kept in."""
+    """Return the cluster of this many local workers, and the file that stores it.
+
+    By default there is one worker per GPU, or without GPUs one per core, up to four.
+    """
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
     from shardwise.words import counted
 
     if problem := torch_problem():
         raise UserError(
-            f"no [cluster] given, and this machine cannot be measured: {problem}; or name one: "
+            f"no [cluster] given, and this machine cannot be measured: {problem}; or name a cluster: "
             f"cluster.preset=h100x8"
         )
     from shardwise.probe.local import local_workers
@@ -30,22 +33,19 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
 
     count = local_workers(workers)
     if remembered(count) is None:
-        typer.echo(
-            f"no [cluster] given: measuring this machine with {counted(count, 'worker')}, a few "
-            f"seconds, once",
-            err=True,
-        )
+        measuring = f"measuring this machine with {counted(count, 'worker')}, a few seconds, once"
+        typer.echo(f"no [cluster] given: {measuring}", err=True)
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
     return cluster, remembered(count)
 
 
 def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:
-    """What to know before so many workers start here: that they share cores or GPUs, or that the job names
-    another machine."""
+    """Yield warnings before this many workers start here: they share cores or GPUs, or the job names another
+    machine."""
     from shardwise.mesh import cores, on_gpus
     from shardwise.words import counted
 
-    have_gpus = on_gpus(workers, device)  # as each of them will decide
+    have_gpus = on_gpus(workers, device)  # every worker will decide the same
     if have_gpus:
         yield from sharing(workers)
     elif workers > cores():
@@ -60,25 +60,24 @@ def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iter
 
 
 def with_device(overrides: Sequence[str] | None, device: str | None) -> list[str]:
-    """Overrides of a job, with what --device stands for."""
+    """Return the overrides of a job, with the setting that --device stands for."""
     return [*(overrides or ()), *([f"run.device={device}"] if device is not None else ())]
 
 
 def sharing(workers: int) -> Iterator[str]:
-    """What to know of more workers than GPUs, where they compute on these."""
+    """Yield a warning if several workers share a GPU."""
     from shardwise.mesh import local_gpus, share_gpus
     from shardwise.words import counted
 
     if share_gpus(workers):
         yield (
             f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each "
-            f"other goes through host "
-            "memory, so this shows what a layout computes, not how fast it is"
+            f"other goes through host memory, so this shows what a layout computes, not how fast it is"
         )
 
 
 def _unlike(named: Cluster, on_gpus: bool) -> str | None:
-    """What this machine has instead of the cluster's devices; None where it has such."""
+    """Return what this machine has instead of the cluster's devices; None if it has such devices."""
     if named.device_type == "cpu":
         return "computes on GPUs" if on_gpus else None
     if not on_gpus:

@@ -1,11 +1,11 @@
-"""Where every command begins and ends.
+"""The entry point of every command.
 
-A user's mistake ends in one message on standard error and the error's status, never in a traceback. So does a
-limit of the system that is too low (limits.py).
+A user's mistake ends in one message on standard error and the error's exit status, never in a traceback. So
+does a system limit that is too low (limits.py).
 
-Importing this file costs a few milliseconds. The commands (app.py) are imported once signals are answered
-for: a scheduler may change its mind in the first moment of a job. What comes before, the start of Python
-itself, cannot be covered.
+Importing this file takes a few milliseconds. The commands (app.py) are imported after signal handlers are
+installed, because a scheduler may stop a job in its first moment. The start of Python itself, which comes
+before, cannot be covered.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardwise.resilience.stopping import stopped_with_nothing_begun
 
 
 def main() -> None:
-    """Run a command; turn a user's mistake into one message. Mistakes in the words of the command are typer's
-    to answer."""
+    """Run a command, and print a user's mistake as one message. Mistakes in the command's arguments are
+    answered by typer."""
     try:
         with stopped_with_nothing_begun(sys.argv[1:2] == ["train"]):
             from shardwise.cli.app import app
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _mistake_of_place(error: BaseException) -> str | None:
-    """What is wrong with where the command is run, if that is why it failed."""
+    """Return what is wrong with the current folder or the shell, if that is why the command failed."""
     if not isinstance(error, OSError):
         return None
     try:

@@ -1,9 +1,9 @@
-"""`shardwise new NAME`: a folder to begin with, made from the templates that are part of the package.
+"""`shardwise new NAME`: make a first folder from a template of the package.
 
 A template is a folder beside this file: a commented job, a README, and what they need. Each is a job that
-runs as it is, on two CPU cores too, so that the first change is made to something that works. In its text
-`NAME` is the name that was given, and in commands `JOB_FILE` and `RUN_FOLDER` are the paths of the job and of
-its run, quoted for a shell.
+runs without changes, even on two CPU cores, so that the first change is made to something that works. In its
+text, `NAME` is replaced by the given name, and in commands, `JOB_FILE` and `RUN_FOLDER` are replaced by the
+paths of the job and of its run, quoted for a shell.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import typer
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXT = "text.txt"
-"""What templates are trained on, but the one that has conversations of its own."""
+"""File that all templates are trained on, except the one that has its own conversations."""
 
 
 class Template(StrEnum):
-    """What there is to begin with."""
+    """The templates to choose from."""
 
     QUICKSTART = "quickstart"
     PRETRAIN = "pretrain"
@@ -39,8 +39,7 @@ def new(
         Template,
         typer.Option(
             "--template",
-            help="A first run; a model from scratch; one that goes on from Hugging Face; a module of "
-            "your own.",
+            help="A first run; a model from scratch; one that starts from Hugging Face; your own module.",
         ),
     ] = Template.QUICKSTART,
 ) -> None:
@@ -49,7 +48,7 @@ def new(
     from shardwise.invoked import typed
 
     job = name.resolve().name
-    if not job.isprintable():  # half a character, or a line break that would end the comment it is written in
+    if not job.isprintable():  # for example a line break, which would end a comment in the job file
         raise UserError(f"{shown(job)}: not a name that can be shown; give one of letters and digits")
     _write(name, _contents(job, template))
     typer.echo(f"{name}: {', '.join(sorted(path.name for path in name.iterdir()))}", err=True)
@@ -57,13 +56,13 @@ def new(
 
 
 def _quoted(path: str) -> str:
-    """As a shell takes it for a path, whatever is in it."""
+    """Return the path quoted for a shell, whatever characters it contains."""
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def _contents(name: str, template: Template) -> dict[str, str]:
-    """What the folder will hold: text by file name. The job has the folder's name, which is that of its runs
-    too."""
+    """Return the text of each file in the new folder, by file name. The job has the name of the folder, and
+    so have its runs."""
     files = {
         path.name: path.read_text(encoding="utf-8")
         for path in (TEMPLATES / template).iterdir()
@@ -72,18 +71,16 @@ def _contents(name: str, template: Template) -> dict[str, str]:
     words = {"NAME": name, "JOB_FILE": _quoted(f"{name}.toml"), "RUN_FOLDER": _quoted(f"runs/{name}")}
 
     def filled(text: str) -> str:
-        return re.sub("|".join(words), lambda found: words[found[0]], text)
+        return re.sub("|".join(words), lambda match: words[match[0]], text)
 
     files = {f"{name}.toml" if file == "job.toml" else file: filled(text) for file, text in files.items()}
-    return (
-        files
-        if template == Template.FINE_TUNE
-        else {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
-    )
+    if template != Template.FINE_TUNE:
+        files[TEXT] = (TEMPLATES / TEXT).read_text(encoding="utf-8")
+    return files
 
 
 def _write(folder: Path, contents: dict[str, str]) -> None:
-    """All of it, or nothing: folders that were made on the way go too."""
+    """Write all files, or none: if one fails, folders that were made are removed again."""
     from shardwise.errors import UserError
 
     advice = {

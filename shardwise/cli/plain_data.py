@@ -1,4 +1,4 @@
-"""Answers as plain data, ready for JSON."""
+"""Convert answers of the planner to plain data, ready for JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def plain_data(answer: Any) -> Any:
-    """A dataclass as a dictionary, those inside it too, without fields that are not shown (`repr=False`):
-    jobs, searches."""
+    """Return a dataclass as a dictionary, recursively. Fields that are not shown (`repr=False`), such as jobs
+    and searches, are left out."""
     if is_dataclass(answer):
         return {field.name: plain_data(getattr(answer, field.name)) for field in fields(answer) if field.repr}
     return [plain_data(part) for part in answer] if isinstance(answer, tuple) else answer

@@ -1,8 +1,8 @@
-"""`shardwise plan JOB`: the best layout for a job before anything runs, with the reason; for people,
+"""`shardwise plan JOB`: find the best layout for a job before anything runs, with the reason; for people, for
 programs, or as a page.
 
-Needs no torch where the job names its cluster. `--schedule` draws the pipeline schedule of the layout given:
-the very value that `shardwise train` would run.
+It needs no torch if the job names its cluster. `--schedule` draws the pipeline schedule of the given layout:
+exactly the one that `shardwise train` would run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan(
     days: Annotated[
         float | None,
         typer.Option(
-            "--days", help="The compute-optimal model for so many days here; with --fewest, a deadline."
+            "--days", help="The compute-optimal model for this many days here; with --fewest, a deadline."
         ),
     ] = None,
     storage: Annotated[
@@ -70,7 +70,7 @@ def plan(
     svg: Annotated[Path | None, typer.Option("--svg", help="Write the drawing to this file as SVG.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """The best layout for a job: what it takes, why it wins, what the next best loses on."""
+    """Find the best layout for a job: what it costs, why it wins, and where the next best loses."""
     from shardwise.cli.check_job import float8_problems
     from shardwise.config import read
     from shardwise.search.search import check_countable
@@ -112,7 +112,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The questions beside the best layout."""
+    """The questions that were asked beside the best layout."""
 
     scale: str | None
     fewest: bool
@@ -122,11 +122,12 @@ class _Asked:
 
     @property
     def anything(self) -> bool:
+        """Whether any question was asked beside the best layout."""
         return bool(self.questions) or self.flops is not None or self.days is not None
 
     @property
     def questions(self) -> list[str]:
-        """As options, but for budgets."""
+        """Options that ask a question, except budgets."""
         asked = {
             "--scale": self.scale is not None,
             "--fewest": self.fewest,
@@ -141,11 +142,8 @@ def _problems_of_questions(asked: _Asked, html: Path | None, schedule: bool) -> 
     questions, flops, days = asked.questions, asked.flops, asked.days
     if html is not None and (asked.anything or schedule):
         yield "--html: shows the best layout; leave the other questions out, or ask them without it"
-    if (
-        len(questions) > 1
-        or (questions and flops is not None)
-        or (questions and days is not None and not asked.fewest)
-    ):
+    budget = flops is not None or (days is not None and not asked.fewest)
+    if len(questions) > 1 or (questions and budget):
         yield f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone"
     elif flops is not None and days is not None:
         yield "give --compute-budget or --days, not both"
@@ -172,7 +170,7 @@ def _problems_of_cluster(sections: Sections) -> Iterator[str]:
 
 
 def _goal(config: Config, cluster: Cluster, asked: _Asked) -> tuple[dict[str, Any], list[Any]]:
-    """The one question that was asked beside the best layout."""
+    """Return the answer to the question that was asked beside the best layout."""
     from shardwise.cli import plan_goals
 
     if asked.scale is not None:
@@ -232,7 +230,7 @@ def _show(answer: dict[str, Any]) -> None:
 
 
 def _cluster(config: Config) -> Cluster:
-    """The cluster that the job names; or this machine, measured once."""
+    """Return the cluster that the job names, or this machine, which is measured once."""
     from shardwise.cost.clusters import asked_for
 
     named = asked_for(config)
@@ -245,7 +243,7 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _unwritable(files: Mapping[str, Path | None]) -> Iterator[str]:
-    """Files that could not be written, known before the search and not after it."""
+    """Yield the files that cannot be written, before the search and not after it."""
     for option, path in files.items():
         try:
             if path is None or path == Path("/dev/stdout"):
@@ -256,7 +254,7 @@ def _unwritable(files: Mapping[str, Path | None]) -> Iterator[str]:
             with path.open("a"):
                 pass
             if path.is_file() and path.stat().st_size == 0:
-                path.unlink()  # nothing is left behind if there is no answer
+                path.unlink()  # no empty file is left if there is no answer
         except OSError as error:
             yield f"{option} {path}: cannot be written ({error.strerror}); give another path"
 
@@ -275,12 +273,14 @@ def _draw(config: Config, svg: Path | None, json: bool) -> None:
 
 @dataclass(frozen=True)
 class _Pipeline:
+    """The schedule of a job's pipeline, played with equal and with actual costs of the stages."""
+
     timeline: Timeline
-    """With every stage alike: F = I = W = 1."""
+    """Timeline with equal stages: F = I = W = 1."""
     by_cost: Timeline
-    """With the stages as they are cut."""
+    """Timeline with the costs of the actual stages."""
     blocks: tuple[int, ...]
-    """Transformer blocks of each stage."""
+    """Number of transformer blocks in each stage."""
 
 
 def _pipeline(config: Config) -> _Pipeline:
@@ -294,8 +294,11 @@ def _pipeline(config: Config) -> _Pipeline:
 
 
 def _micro_batches(config: Config) -> int:
-    """Micro-batches of one pipeline. An open data axis has the devices of the cluster that the other axes
-    leave; where the job names none, it counts as one."""
+    """Return the number of micro-batches of one pipeline.
+
+    An open data axis takes the devices of the cluster that the other axes leave; if the job names no cluster,
+    it counts as one.
+    """
     from shardwise.cost.clusters import asked_for
     from shardwise.plan import choose, micro_batch_size
 

@@ -1,5 +1,5 @@
-"""What pictures of the winner are drawn from: its timeline, where its ranks sit on the cluster, and what
-crosses which links."""
+"""The data for pictures of the best layout: its timeline, the places of its ranks on the cluster, and the
+traffic on each kind of link."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardwise.cost.space import Space
 from shardwise.cost.traffic import flows
 from shardwise.plan.grid import COPIES, SHARDS, devices
 from shardwise.plan.schedule import make_schedule
-from shardwise.plan.timeline import simulate
+from shardwise.plan.timeline import Span, simulate
 from shardwise.search.search import SearchResult
 
 MAPPED = 4096
-"""Ranks whose node is given; on a larger cluster the pattern repeats."""
+"""Largest number of ranks whose node is given; on a larger cluster the pattern repeats."""
 DRAWN = 24
-"""Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like
-the middle."""
+"""Number of micro-batches in a drawn timeline, or three per pipeline rank if that is more. Further
+micro-batches in the middle would look the same."""
 
 
 def drawings(result: SearchResult) -> dict[str, Any]:
-    """All of them as plain data, of a search that found a layout."""
+    """Return all drawings as plain data, for a search that found a layout."""
     best = int(result.order[0])
     winner = result.space.take([best])
     return {
@@ -35,7 +35,7 @@ def drawings(result: SearchResult) -> dict[str, Any]:
 
 
 def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
-    """Bytes of one step by axis, and whether they stay inside a node."""
+    """Return the bytes of one step by axis, and whether they stay inside a node."""
     sums: dict[tuple[str, str], int] = {}
     for flow in flows(result.work, winner, device=result.cluster.device_type):
         if flow.axis not in (SHARDS, COPIES, *AXES) or devices(flow.axis, winner)[0] <= 1:
@@ -46,7 +46,7 @@ def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
 
 
 def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
-    """When each action of the pipeline runs, of its first micro-batches; None without a pipeline."""
+    """Return when each action of the pipeline runs, for the first micro-batches; None without a pipeline."""
     row = result.space.row(best)
     if row["pipeline"] == 1:
         return None
@@ -56,29 +56,28 @@ def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
     )
     third = float(result.prediction(best).block_seconds[0]) * result.work.model.layers / schedule.stages / 3
     played = simulate(schedule, third, third, third)
-    rows = [
-        [
-            {
-                "stage": s.action.stage,
-                "kind": s.action.kind,
-                "micro_batch": s.action.micro_batch,
-                "start": s.start,
-                "end": s.end,
-            }
-            for s in spans
-        ]
-        for spans in played.spans
-    ]
     return {
-        "rank_rows": rows,
+        "rank_rows": [[_span(span) for span in spans] for spans in played.spans],
         "makespan": played.makespan,
         "micro_batches": micro_batches,
         "of": row["accumulation"],
     }
 
 
+def _span(span: Span) -> dict[str, Any]:
+    action = span.action
+    return {
+        "stage": action.stage,
+        "kind": action.kind,
+        "micro_batch": action.micro_batch,
+        "start": span.start,
+        "end": span.end,
+    }
+
+
 def _map(winner: Space, cluster: Cluster) -> list[dict[str, int]]:
-    """Where each rank sits, and its coordinate on every axis: tensor innermost, pipeline outermost."""
+    """Return the node of each rank, and its coordinate on every axis: tensor is innermost, pipeline
+    outermost."""
     world = int(winner.world[0])
     sizes = {axis: int(getattr(winner, axis)[0]) for axis in reversed(RANK_AXES)}
     ranks = []

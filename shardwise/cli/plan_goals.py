@@ -1,23 +1,26 @@
-"""Other questions to the planner: scaling curves, a compute budget, the fewest devices, the longest sequence
-or largest batch."""
+"""Answer other questions with the planner: scaling curves, a compute budget, the fewest devices, the longest
+sequence or the largest batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shardwise.config import Config
     from shardwise.cost.cluster import Cluster
+    from shardwise.search.scaling import ScalingPoint
 
 Answer = tuple[dict[str, Any], list[Any]]
-"""The answer as data, and what to print of it: text and tables."""
+"""The answer as data, and the text and tables to print."""
 LARGEST = ("sequence", "batch")
-"""What can be asked to be as large as fits."""
+"""Quantities that the planner can maximise."""
 
 
 def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
-    """Strong and weak scaling over these device counts."""
+    """Return strong and weak scaling curves over these device counts."""
     from shardwise.search.scaling import strong, weak
 
     numbers = [int(part) for part in counts.split(",") if part.strip()]
@@ -26,8 +29,8 @@ def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
     return {name: [_point(point) for point in points] for name, points in curves.items()}, shown
 
 
-def _point(point: Any) -> dict[str, Any]:
-    """Plain data; the term that breaks the curve by its name and in words."""
+def _point(point: ScalingPoint) -> dict[str, Any]:
+    """Return a point as plain data, with the term that limits scaling by its name and in words."""
     from shardwise.cli.plain_data import plain_data
     from shardwise.search.reasons import describe_term
 
@@ -35,7 +38,7 @@ def _point(point: Any) -> dict[str, Any]:
 
 
 def problems_of_counts(text: str) -> Iterator[str]:
-    """Of device counts as they were typed."""
+    """Yield what is wrong with the device counts that were typed."""
     from shardwise.config.schema import MOST_DEVICES
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -43,42 +46,45 @@ def problems_of_counts(text: str) -> Iterator[str]:
         yield f"--scale {text}: give device counts with commas between them, for example 8,16,32"
 
 
-def _curve(title: str, points: Any) -> Any:
+def _curve(title: str, points: Sequence[ScalingPoint]) -> Table:
+    """Return a scaling curve as a table, with one row per device count."""
     from shardwise.cli.plan_show import table
+
+    columns = ["devices", "step", "tokens/s", "efficiency", "layout", "what breaks it"]
+    return table(title, columns, [_row(point) for point in points])
+
+
+def _row(point: ScalingPoint) -> list[str]:
     from shardwise.search.reasons import describe_term, format_seconds
 
-    rows = [
-        [f"{point.devices:,}", format_seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}",
-        f"{point.efficiency:.1%}",
-         point.layout, describe_term(point.breaks) if point.breaks else ""]
-        if point.works
-        else [f"{point.devices:,}", "", "", "", point.reason or "", ""]
-        for point in points
-    ]  # fmt: skip
-    return table(title, ["devices", "step", "tokens/s", "efficiency", "layout", "what breaks it"], rows)
+    if point.step_seconds is None:
+        return [f"{point.devices:,}", "", "", "", point.reason or "", ""]
+    breaks = describe_term(point.breaks) if point.breaks else ""
+    step, speed = format_seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}"
+    return [f"{point.devices:,}", step, speed, f"{point.efficiency:.1%}", point.layout or "", breaks]
 
 
 def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> Answer:
-    """The compute-optimal model for a budget."""
+    """Return the compute-optimal model for a budget of FLOPs or days."""
     from shardwise.observe.format import format_count, format_figure, format_span
     from shardwise.search.whole_run import budget as spend
 
     answer = spend(config, cluster, flops, days)
     shape = answer["model"]
     size = f"{format_count(answer['parameters'])} parameters on {format_count(answer['tokens'])} tokens"
+    near = ", ".join(f"{name} {shape[name]}" for name in ("layers", "hidden", "heads", "ffn"))
+    hours = f"{format_figure(answer['device_hours'])} device hours{_costs(answer)}"
+    this = answer["this_model"]
+    seen = f"{format_count(this['tokens'])} tokens ({this['tokens_per_parameter']:.3g} a parameter)"
+    law = "Hoffmann et al. 2022 with 20 tokens a parameter"
     lines = [
-        f"{answer['flops']:.3g} FLOPs are best spent on {size}; predicted loss {answer['loss']:.3f} nats "
-        f"a token",
-        f"a shape near it: layers {shape['layers']}, hidden {shape['hidden']}, heads {shape['heads']}, ffn "
-        f"{shape['ffn']}",
+        f"{answer['flops']:.3g} FLOPs are best spent on {size}; "
+        f"predicted loss {answer['loss']:.3f} nats a token",
+        f"a shape near it: {near}",
         f"on {cluster.devices:,} x {cluster.device.name} with {answer['layout']}: "
-        f"{format_span(answer['seconds'])}, "
-        f"{format_figure(answer['device_hours'])} device hours{_costs(answer)}",
-        f"this job's own model would see {format_count(answer['this_model']['tokens'])} tokens "
-        f"({answer['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss "
-        f"{answer['this_model']['loss']:.3f}",
-        "law: Hoffmann et al. 2022 with 20 tokens a parameter; its own fit and the replication of 2024 are "
-        "in --json",
+        f"{format_span(answer['seconds'])}, {hours}",
+        f"this job's own model would see {seen}: predicted loss {this['loss']:.3f}",
+        f"law: {law}; its own fit and the replication of 2024 are in --json",
     ]
     return answer, lines
 
@@ -91,7 +97,8 @@ def _costs(answer: dict[str, Any]) -> str:
 
 
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
-    """The fewest devices that train the job in so many days; without days, on which it fits at all."""
+    """Return the fewest devices that train the job in this many days; without days, the fewest on which it
+    fits."""
     from shardwise.cli.plain_data import plain_data
     from shardwise.cli.plan_show import table
     from shardwise.search.fewest import fewest_devices, smallest_that_fits
@@ -101,14 +108,14 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
         return plain_data(smallest), [smallest.sentence]
     answer = fewest_devices(config, cluster, days)
     rows = [
-        [f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""]
-        for t in answer.tried
+        [f"{trial.devices:,}", "" if trial.days is None else f"{trial.days:,.3g}", trial.reason or ""]
+        for trial in answer.tried
     ]
     return plain_data(answer), [answer.sentence, table("tried", ["devices", "days", "why"], rows)]
 
 
 def maximise(config: Config, cluster: Cluster, what: str) -> Answer:
-    """The longest sequence, or the largest batch without accumulation, that fits."""
+    """Return the longest sequence, or the largest batch without accumulation, that fits."""
     from shardwise.cli.plain_data import plain_data
     from shardwise.search.largest import largest_batch, longest_sequence
 

@@ -1,18 +1,19 @@
-"""The planner's answer as one page: a file to open by a double click, to print, or to send to a colleague.
+"""Render the planner's answer as one HTML page, which can be opened by a double click, printed, or sent to a
+colleague.
 
-The page is the JSON object of `shardwise plan --json` and a template, `plan_page.html`, that draws it. What
-is read (headline, config, reasons) is put in as text here; what is drawn or filtered goes in as data and is
-drawn by the script in the template. Nothing is loaded from anywhere, and a content security policy in the
-page forbids it, so a page shows tomorrow what it shows today.
+The page consists of the JSON object of `shardwise plan --json` and a template, `plan_page.html`, that draws
+it. What is read (headline, config, reasons) is inserted as text here; what is drawn or filtered is inserted
+as data, and the script in the template draws it. Nothing is loaded from anywhere, and a content security
+policy in the page forbids it, so a page shows the same tomorrow as today.
 
-A search may try a hundred thousand layouts for thousands of ranks; a page that embeds them all opens slowly
-or not at all. So it is bounded by construction: candidates are stored as columns (a column that never varies
-as one value, words by number, numbers with four digits), and only the best `CANDIDATES`; a pipeline with too
-many actions shows some of its ranks; a large cluster is drawn by the node, or by several, with the range of
-coordinates they hold. The page says so where it leaves something out.
+A search may try a hundred thousand layouts for thousands of ranks, and a page that embeds them all opens
+slowly or not at all. So the size of the page is bounded. Candidates are stored as columns (a constant column
+as one value, words by number, numbers with four digits), and only the best `CANDIDATES`. A pipeline with too
+many actions shows some of its ranks. A large cluster is drawn with one cell per node, or per several nodes,
+with the range of their coordinates. The page says so where it leaves something out.
 
-Text from outside (job names, reasons) is escaped; the embedded JSON has no `<`, so no name can end the script
-that holds it.
+Text from outside (job names, reasons) is escaped. The embedded JSON contains no `<`, so no name can end the
+script that holds it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from shardwise.cli.draw_schedule import MEANING
 from shardwise.config import AXES, RANK_AXES
 
 CANDIDATES = 20_000
+"""Largest number of candidates on a page."""
 SPANS = 4_000
+"""Number of boxes in a timeline above which only some ranks are shown."""
 CELLS = 1_024
+"""Largest number of cells in the map of ranks."""
 LAYOUT = (*AXES, "zero", "stages_per_rank", "attention", "offload")
 SETTINGS = ("micro_batch", "accumulation", "schedule", "recompute", "fits", "kind", "mfu")
 
-# Every colour keeps 3:1 against a white and a near-black page; what has one name has one colour all over the
-# page.
+# Every colour has a contrast of 3:1 against a white and a near-black page. Things with the same name have the
+# same colour everywhere on the page.
 AXIS_COLOURS = {
     "tensor": "#ce6f33",
     "context": "#b48c2b",
@@ -74,13 +78,13 @@ MEMORY_COLOURS = {
 
 
 class _Page(Template):
-    """`$` is for the script's own strings, so a place to fill reads `@@name`."""
+    """A template whose placeholders are written `@@name`, because `$` occurs in the script."""
 
     delimiter = "@@"
 
 
 def render_page(answer: Mapping[str, Any]) -> str:
-    """One self-contained HTML page from the object that `shardwise plan --json` prints."""
+    """Return one self-contained HTML page for the object that `shardwise plan --json` prints."""
     best = answer["best"]
     template = resources.files("shardwise.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
     return _Page(template).substitute(
@@ -108,10 +112,8 @@ def _cluster_line(answer: Mapping[str, Any]) -> str:
     parts = [f"{cluster['name']}: {cluster['devices']:,} x {cluster['device']} in {nodes}"]
     if parameters := model.get("parameters"):
         active = model.get("active_parameters", parameters)
-        parts.append(
-            f"{_short(parameters)} parameters"
-            + (f" ({_short(active)} active)" if active != parameters else "")
-        )
+        active_only = f" ({_short(active)} active)" if active != parameters else ""
+        parts.append(f"{_short(parameters)} parameters{active_only}")
     if tokens := answer.get("tokens_per_step"):
         parts.append(f"{tokens:,} tokens a step")
     return "; ".join(parts)
@@ -124,14 +126,12 @@ def _winner_line(best: Mapping[str, Any]) -> str:
 def _tiles(answer: Mapping[str, Any]) -> str:
     best = answer["best"]
     limit, total = best["memory_limit_gib"], best["memory_gib"]["total"]
+    memory = "peak memory" if best.get("fits", True) else "peak memory: does not fit"
     figures = [
         (f"{best['step_seconds']['total']:.4g} s", "a step"),
         (f"{best['tokens_per_second_per_device']:,.0f}", "tokens/s per device"),
         ("n/a" if best["mfu"] is None else f"{best['mfu']:.1%}", "MFU"),
-        (
-            f"{total:.1f} of {limit:.1f} GiB",
-            "peak memory" if best.get("fits", True) else "peak memory: does not fit",
-        ),
+        (f"{total:.1f} of {limit:.1f} GiB", memory),
     ]
     return "\n".join(f"<div><dt>{label}</dt><dd>{figure}</dd></div>" for figure, label in figures)
 
@@ -146,10 +146,8 @@ def _short(count: float) -> str:
 def _runner_up(candidate: Mapping[str, Any] | None) -> str:
     if candidate is None:
         return "No layout of another kind fits."
-    return (
-        f"Next best of another kind: <b>{escape(candidate['kind'])}</b>. "
-        f"{escape(candidate.get('loses_on', ''))}"
-    )
+    kind, loses_on = escape(candidate["kind"]), escape(candidate.get("loses_on", ""))
+    return f"Next best of another kind: <b>{kind}</b>. {loses_on}"
 
 
 def _rejected(reasons: Mapping[str, int]) -> str:
@@ -176,7 +174,7 @@ def _footer(answer: Mapping[str, Any]) -> str:
 
 
 def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script draws."""
+    """Return the data that the script of the page draws."""
     best, runner_up = answer["best"], answer.get("runner_up")
     candidates = sorted(
         answer.get("candidates", ()),
@@ -204,8 +202,8 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(candidate: Mapping[str, Any]) -> dict[str, Any]:
-    """A candidate as one row of a table: `memory weights`, `seconds matmul` and the choices that lead to
-    them."""
+    """Return a candidate as one row of a table: `memory weights`, `seconds matmul` and so on, and its
+    settings."""
     layout = candidate["layout"]
     row = {name: layout[name] for name in LAYOUT if layout.get(name) is not None}
     row.update({name: candidate[name] for name in SETTINGS})
@@ -216,20 +214,22 @@ def _flat(candidate: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits are more than a picture shows; JSON has no infinity."""
+    """Return a number with four digits, which are more than a picture shows, and None for infinity, which
+    JSON lacks."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.4g}") if isfinite(value) else None
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A list of rows turned by 90 degrees: `{"rows": n, "columns": {name: column}}`."""
+    """Return a list of rows as columns: `{"rows": n, "columns": {name: column}}`."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {"rows": len(rows), "columns": {name: _column([row.get(name) for row in rows]) for name in names}}
 
 
 def _column(values: list[Any]) -> Any:
-    """A list; one value where all are alike; texts as indices into a list of the different ones."""
+    """Return a column as a list; as one value if all are equal; or texts as indices into a list of the
+    distinct texts."""
     distinct = dict.fromkeys(values)
     if len(distinct) == 1:
         return values[0]
@@ -240,14 +240,14 @@ def _column(values: list[Any]) -> Any:
 
 
 def _as_integer(value: Any) -> Any:
-    return (
-        int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
-    )
+    """Return a whole number or a truth value as an integer, which is shorter in JSON."""
+    whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
+    return int(value) if whole else value
 
 
 def _timeline(timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The rows of a pipeline's ranks, or of evenly spread ranks and the last, where all would be too many
-    boxes."""
+    """Return the rows of a pipeline's ranks. Where all would be too many boxes, evenly spread ranks and the
+    last are shown."""
     if timeline is None or len(timeline["rank_rows"]) < 2:
         return None
     rows = timeline["rank_rows"]
@@ -267,17 +267,16 @@ def _span(span: Mapping[str, Any]) -> list[Any]:
 
 
 def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """A cell a rank; on large clusters a cell a node, or some nodes, with the first and last coordinate in it
-    on each axis."""
+    """Return one cell per rank; on large clusters one per node or per several nodes, with the first and last
+    coordinate on each axis."""
     ordered = sorted(ranks, key=lambda entry: (entry["node"], entry["rank"]))
     if len(ordered) <= CELLS:
         groups = [[entry] for entry in ordered]
         nodes_of_a_cell = 0
     else:
         nodes_of_a_cell = ceil(len({entry["node"] for entry in ordered}) / CELLS)
-        groups = [
-            list(group) for _, group in groupby(ordered, key=lambda entry: entry["node"] // nodes_of_a_cell)
-        ]
+        by_cell = groupby(ordered, key=lambda entry: entry["node"] // nodes_of_a_cell)
+        groups = [list(group) for _, group in by_cell]
     return {
         "nodes_of_a_cell": nodes_of_a_cell,
         "sizes": {axis: 1 + max((entry[axis] for entry in ordered), default=0) for axis in RANK_AXES},
@@ -293,6 +292,6 @@ def _ranges(group: Sequence[Mapping[str, int]]) -> list[list[int]]:
 
 
 def _script_safe(data: Mapping[str, Any]) -> str:
-    """JSON that no HTML parser takes for a tag."""
+    """Return JSON that no HTML parser takes for a tag."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

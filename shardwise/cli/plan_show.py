@@ -1,5 +1,5 @@
-"""The planner's answer in a terminal: the winner to paste, bars of memory and time, the next best, what
-binds."""
+"""Show the planner's answer in a terminal: the best layout to paste, bars of memory and time, the next best
+layout, and what limits the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL = 0.005
 
 
 def show(answer: Mapping[str, Any], console: Console) -> None:
-    """Print the whole answer."""
+    """Print the planner's whole answer."""
     best = answer["best"]
     _headline(answer, console)
     console.print()
@@ -45,13 +45,10 @@ def show(answer: Mapping[str, Any], console: Console) -> None:
 
 def _headline(answer: Mapping[str, Any], console: Console) -> None:
     best, cluster = answer["best"], answer["cluster"]
-    size = (
-        f"{cluster['devices']:,} x {cluster['device']} ({cluster['nodes']} x {cluster['devices_per_node']})"
-    )
-    console.print(
-        f"{format_count(answer['model']['parameters'])} parameters on {size}, {answer['tokens_per_step']:,} "
-        f"tokens a step"
-    )
+    nodes = f"{cluster['nodes']} x {cluster['devices_per_node']}"
+    size = f"{cluster['devices']:,} x {cluster['device']} ({nodes})"
+    parameters, tokens = format_count(answer["model"]["parameters"]), answer["tokens_per_step"]
+    console.print(f"{parameters} parameters on {size}, {tokens:,} tokens a step")
     mfu = "" if best["mfu"] is None else f", MFU {best['mfu']:.1%}"
     speed = f"{best['tokens_per_second_per_device']:,.0f} tokens/s a device{mfu}"
     console.print(Text(best["kind"], style="bold green"), soft_wrap=True)
@@ -61,7 +58,7 @@ def _headline(answer: Mapping[str, Any], console: Console) -> None:
 
 
 def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console: Console) -> None:
-    """A bar of all parts, and below it what each colour is."""
+    """Print a bar of all parts, and below it what each colour means."""
     shown = {part: value for part, value in parts.items() if part != "total" and value > _SMALL * whole}
     bar, legend = Text(f"{name:<8}"), Text()
     for index, (part, value) in enumerate(sorted(shown.items(), key=lambda item: -item[1])):
@@ -75,7 +72,7 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console
 
 
 def advice_of(beyond: Mapping[str, Any]) -> list[str]:
-    """What search/whole_run.py found beyond the step, in sentences."""
+    """Return sentences about what search/whole_run.py computed beyond the step."""
     run, saves = beyond["whole_run"], beyond["checkpoints"]
     hours = f"{format_span(run['seconds'])}, {format_figure(run['device_hours'])} device hours"
     text = f"all {counted(run['steps'], 'step')} ({format_count(run['tokens'])} tokens) take {hours}"
@@ -85,10 +82,8 @@ def advice_of(beyond: Mapping[str, Any]) -> list[str]:
         text += f", {format_figure(run['money'])} in money"
     advice = saves["advice"]
     every = f"save every {counted(advice['every_steps'], 'step')} ({format_span(advice['every_seconds'])})"
-    storage = (
-        f"{format_figure(saves['storage_bytes'] / 1e9)} GB on storage of {saves['storage_gb_s']:g} GB/s in "
-        f"all (--storage)"
-    )
+    gigabytes = format_figure(saves["storage_bytes"] / 1e9)
+    storage = f"{gigabytes} GB on storage of {saves['storage_gb_s']:g} GB/s in all (--storage)"
     sentences = [text, f"{every}: {advice['expected_goodput']:.1%} of the time counts, {storage}"]
     if (hide := beyond["to_hide"]) is not None:
         where = "between nodes" if hide["link"] == "between" else "inside a node"
@@ -103,20 +98,17 @@ def advice_of(beyond: Mapping[str, Any]) -> list[str]:
 
 
 def _on_compression(beyond: Mapping[str, Any]) -> Iterator[str]:
-    """Which codec would pay, and that the one in use does not."""
+    """Yield which codec would make a step quicker, and whether the one in use does not."""
     step, choices = beyond["step_seconds"], {choice["name"]: choice for choice in beyond["slow_links"]}
     if (codec := beyond["compression"]) is not None:
         quicker = step / choices[codec]["step_seconds"]
         accept = f'write layout.compression = "{codec}", or layout = "auto+lossy", to accept that'
-        yield (
-            f"gradients sent as {codec} would make a step {quicker:.3g} times quicker, and change the "
-            f"numbers: {accept}"
-        )
+        effect = f"would make a step {quicker:.3g} times quicker, and change the numbers"
+        yield f"gradients sent as {codec} {effect}: {accept}"
     if (plain := choices.get(PLAIN)) is not None and plain["step_seconds"] < step:
         without = format_seconds(plain["step_seconds"])
-        yield (
-            f"compression does not pay here: a step without it takes {without}; leave layout.compression out"
-        )
+        shorter = f"a step without it takes {without}"
+        yield f"compression does not pay here: {shorter}; leave layout.compression out"
 
 
 def _rejected(answer: Mapping[str, Any], console: Console) -> None:
@@ -126,7 +118,7 @@ def _rejected(answer: Mapping[str, Any], console: Console) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table; numbers to the right."""
+    """Return a plain table with numbers aligned to the right."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 or column in _WORDS else "right")

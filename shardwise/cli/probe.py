@@ -46,7 +46,7 @@ def probe(
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was written", err=True)
         raise typer.Exit(130) from None
-    if cluster is None:  # another node, or another worker, speaks
+    if cluster is None:  # another node or another worker prints the result
         return
     seconds = time.monotonic() - start
     if json:
@@ -59,7 +59,7 @@ def probe(
 
 
 def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
-    """The cluster found and written; None where it is another process that writes it."""
+    """Measure the cluster, write it and return it; None if another process writes it."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
     from shardwise.mesh import Node, Worker, launched
@@ -72,10 +72,8 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     launch, budgets = launched(), QUICK if quick else FULL
     if isinstance(launch, Worker):
         if workers is not None:
-            raise UserError(
-                f"--workers {workers}: {launch.launcher} has started the workers, {launch.world} of them; "
-                f"leave it out"
-            )
+            started = f"{launch.launcher} has started the workers, {launch.world} of them"
+            raise UserError(f"--workers {workers}: {started}; leave it out")
         return _be_worker(launch, output, budgets)
     node = launch if isinstance(launch, Node) else None
     leads = node is None or node.node_rank == 0
@@ -90,6 +88,7 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
 
 
 def _be_worker(worker: Worker, output: Path, budgets: Mapping[str, Budget]) -> Cluster | None:
+    """Measure as one of the workers that another launcher started; rank 0 writes the cluster."""
     from shardwise.probe.measure import measure
 
     leads = worker.rank == 0
@@ -101,7 +100,7 @@ def _be_worker(worker: Worker, output: Path, budgets: Mapping[str, Budget]) -> C
 
 
 def _check(output: Path) -> None:
-    """Whether the file can be written, before minutes are spent."""
+    """Raise an error if the file cannot be written, before minutes are spent."""
     from shardwise.errors import UserError
     from shardwise.files import reading
 
@@ -125,16 +124,15 @@ def _written(output: Path, cluster: Cluster) -> Cluster:
     try:
         save_cluster(output, cluster)
     except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); give another path"
-        ) from None
+        reason = f"cannot be written ({error.strerror}); give another path"
+        raise UserError(f"--output {output}: {reason}") from None
     return cluster
 
 
 @contextmanager
 def _shown(leads: bool) -> Iterator[Tell]:
-    """A bar on standard error with what is measured and how long it will take; a line for each thing where it
-    is no terminal."""
+    """Show on standard error what is measured: as a progress bar, or without a terminal as one line for each
+    measurement."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

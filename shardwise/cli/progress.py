@@ -1,4 +1,5 @@
-"""The bar that shows tokenising: how much is done, how fast, how long it will take. On standard error."""
+"""The progress bar of tokenising, on standard error: how much is done, how fast, and how long it will
+take."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def preparing() -> Iterator[Callable[[int, int], None]]:
-    """A callback for (bytes done, bytes in all); the bar appears with the first call."""
+    """Yield a callback for (bytes done, bytes in all). The bar appears with the first call."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

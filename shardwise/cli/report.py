@@ -1,7 +1,7 @@
-"""`shardwise report RUN`: what happened in a run, for people or, with `--json`, for programs.
+"""`shardwise report RUN`: show what happened in a run, for people or, with `--json`, for programs.
 
-With `--calibrate` the planner learns from it: what was measured is folded into the cluster file that the next
-plan is made with.
+With `--calibrate` the planner learns from the run: the measurements correct the cluster file that the next
+plan uses.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ def report(
         Path | None,
         typer.Option(
             "--cluster",
-            help="With --calibrate: the cluster file to correct, or to make; needed if the job names a "
-            "preset.",
+            help="With --calibrate: the cluster file to correct or create; needed if the job names a preset.",
         ),
     ] = None,
 ) -> None:
-    """What happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what had
-    been predicted."""
+    """Show what happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what
+    had been predicted."""
     from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
     from shardwise.observe.report import render, summarise
@@ -54,10 +53,9 @@ def report(
     learned = _calibrate(run, summary, cluster) if calibrate else None
     trace = merge(run)
     if json:
-        more = {
-            "trace": None if trace is None else str(trace),
-            **({} if learned is None else {"calibration": learned}),
-        }
+        more: dict[str, Any] = {"trace": None if trace is None else str(trace)}
+        if learned is not None:
+            more["calibration"] = learned
         print(to_json({**summary, **more}, indent=2))
         return
     from rich.console import Console
@@ -70,7 +68,7 @@ def report(
 
 
 def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[str, Any]:
-    """Fold what was measured into a cluster file; what changed."""
+    """Correct a cluster file by what was measured, and return what changed."""
     from shardwise.config import read
     from shardwise.errors import UserError
     from shardwise.search.calibrate import LEAST_STEPS, calibrate
@@ -81,10 +79,8 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
         why = "A run keeps one if its job names a cluster: a preset, or a file as `shardwise probe` writes it"
         raise UserError(f"--calibrate: {run} has no prediction. {why}")
     if summary["measured_steps"] < LEAST_STEPS:
-        few = (
-            f"{counted(summary['measured_steps'], 'step')} of {run} can be compared with the plan (the first "
-            f"two warm up)"
-        )
+        steps = counted(summary["measured_steps"], "step")
+        few = f"{steps} of {run} can be compared with the plan (the first two warm up)"
         raise UserError(f"--calibrate: {few}; it takes {LEAST_STEPS} or more. Train for longer")
     config = _as_planned(read(run / "config.toml"), summary)
     path = _file(config, asked)
@@ -108,8 +104,8 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
 
 
 def _as_planned(config: Config, summary: dict[str, Any]) -> Config:
-    """The run's job with what its plan decided, as far as a prediction depends on it: recomputation, and
-    which cluster."""
+    """Return the run's job with the parts of its plan that a prediction depends on: recomputation and the
+    cluster."""
     update: dict[str, Any] = {}
     if summary["recompute"] is not None:
         update["train"] = config.train.model_copy(update={"recompute": summary["recompute"]})
@@ -133,7 +129,7 @@ def _file(config: Config, asked: Path | None) -> Path:
 
 
 def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
-    """The cluster to correct: as the file has it, or, for a file that is to be made, as the run was planned
+    """Return the cluster to correct: from the file, or for a new file, the cluster that the run was planned
     with."""
     from shardwise.cost.cluster_file import read_cluster
     from shardwise.cost.clusters import CLUSTERS, asked_for
@@ -141,8 +137,8 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     from shardwise.files import reading
 
     with reading(path, "Give another file with --cluster FILE."):
-        there = path.exists()
-    if there:
+        exists = path.exists()
+    if exists:
         return read_cluster(path, CLUSTERS)
     if asked is None:
         raise UserError(
@@ -155,7 +151,7 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
 
 
 def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> dict[str, float]:
-    """What this cluster predicts now for the job as it ran."""
+    """Return the seconds of a step that this cluster predicts for the job as it ran."""
     from shardwise.config import Layout
     from shardwise.errors import UserError
     from shardwise.search.forecast import forecast
@@ -172,7 +168,8 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
 
 
 def _write(path: Path, cluster: Cluster) -> None:
-    """In one move, and only if it can be read again: there is always a good file, the old one or the new."""
+    """Write the file atomically, and only if it can be read again: there is always a valid file, the old one
+    or the new."""
     from shardwise.cost.cluster_file import read_cluster, write_cluster
     from shardwise.cost.clusters import CLUSTERS
     from shardwise.errors import UserError
@@ -180,11 +177,10 @@ def _write(path: Path, cluster: Cluster) -> None:
 
     aside = path.with_name(f".{path.name}.new")
     try:
-        text = (
-            corrected_text(path.read_text(encoding="utf-8"), cluster)
-            if path.exists()
-            else write_cluster(cluster)
-        )
+        if path.exists():
+            text = corrected_text(path.read_text(encoding="utf-8"), cluster)
+        else:
+            text = write_cluster(cluster)
         aside.write_text(text, encoding="utf-8")
         read_cluster(aside, CLUSTERS)
         aside.replace(path)
@@ -198,14 +194,11 @@ def _write(path: Path, cluster: Cluster) -> None:
 
 def _as_text(learned: dict[str, Any]) -> Iterator[str]:
     yield f"{learned['file']} corrected; factors on predicted seconds:"
-    alike = groupby(
-        learned["changes"],
-        lambda change: (change["ratio"], change["before"], change["after"], change["held"]),
-    )
-    for (ratio, before, after, stopped), changes in alike:
+    fields = "ratio", "before", "after", "held"
+    groups = groupby(learned["changes"], lambda change: tuple(change[field] for field in fields))
+    for (ratio, before, after, stopped), changes in groups:
         limited = f"; held there, though the run took {ratio:.3g} times what was predicted" if stopped else ""
         yield f"  {before:.3g} to {after:.3g} on {', '.join(change['term'] for change in changes)}{limited}"
     step = learned["step_seconds"]
-    yield (
-        f"the same step is now predicted to take {step['predicted']:.3g} s; it took {step['measured']:.3g} s"
-    )
+    predicted, measured = f"{step['predicted']:.3g} s", f"{step['measured']:.3g} s"
+    yield f"the same step is now predicted to take {predicted}; it took {measured}"

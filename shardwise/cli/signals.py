@@ -1,4 +1,5 @@
-"""Commands that start processes end them however they are ended themselves."""
+"""Signal handling for commands that start processes: these processes end with the command, whatever ends
+it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ from shardwise.resilience.stopping import STOP_SIGNALS, handle_stop_signals
 
 @contextmanager
 def stopped_as_interrupted() -> Iterator[list[int]]:
-    """Every signal that asks to stop ends the command as Ctrl-C does, so that what it started ends with it;
-    the list then has it.
+    """Let every stop signal end the command as Ctrl-C does, so that the processes it started end with it.
 
-    From then on signals are ignored, until the process ends: many senders send more than one, and none may
-    disturb what is tidied up or change the exit status.
+    The yielded list then contains the signal. From then on signals are ignored until the process ends: many
+    senders send more than one, and none may disturb the cleanup or change the exit status.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`shardwise train JOB`: check everything that can be checked, then start the workers, or be one."""
+"""`shardwise train JOB`: check everything that can be checked, then start the workers, or be one of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from shardwise.train.planner import Planner
 
 MOST_WORKERS = 4096
-"""Of one machine; a larger number is a slip of the finger, and would be started."""
+"""Largest number of workers on one machine. A larger number is a typing mistake, and would be started."""
 Limits = tuple[int | None, int | None]
-"""Fewest and most workers, over all nodes, where they were given."""
+"""Least and largest number of workers over all nodes, where they were given."""
 
 
 def train(
@@ -90,7 +90,8 @@ def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits)
 
 
 def _read_by_worker(job: Path, overrides: list[str]) -> Config:
-    """Not one of thousands of ranks looks at the data before it has to."""
+    """Read the job in a worker, without checking the data: thousands of ranks would read it at the same
+    time."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.config import read
     from shardwise.errors import UserError
@@ -105,7 +106,7 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
 
 @contextmanager
 def _holding(config: Config) -> Iterator[None]:
-    """Make the folders of the run, and keep any other run out of them while this one lasts."""
+    """Create the folders of the run, and lock them against other runs."""
     from shardwise.checkpoint import checkpoint_folder, hold
     from shardwise.errors import UserError
     from shardwise.locks import take_lock
@@ -125,7 +126,7 @@ def _holding(config: Config) -> Iterator[None]:
 
 
 def _check_data(config: Config) -> Dataset:
-    """Prepare the data, and check what the job says against all of it, before any worker starts."""
+    """Prepare the data, and check the job against all of it, before any worker starts."""
     from shardwise.cli.progress import preparing
     from shardwise.data import Dataset, check_vocabulary
 
@@ -136,7 +137,7 @@ def _check_data(config: Config) -> Dataset:
 
 
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
-    """How many workers take part, or why it cannot be as it was asked."""
+    """Return how many workers take part, or raise an error if the numbers asked for are impossible."""
     from shardwise.config import workers_without_gpus
     from shardwise.drivers.driver import Crew
     from shardwise.drivers.registry import driver_of
@@ -145,11 +146,8 @@ def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits
     driver, nodes = driver_of(config), node.nodes if node else 1
     driver.check_hosts(nodes)
     here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes)
-    here = (
-        here
-        or (local_gpus() if driver.workers_use_gpus else 0)
-        or workers_without_gpus(config.layout) * driver.groups(config)
-    )
+    here = here or (local_gpus() if driver.workers_use_gpus else 0)
+    here = here or workers_without_gpus(config.layout) * driver.groups(config)
     crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if driver.has_loose_workers:
         driver.check_crew(config, crew, limits[0])
@@ -169,15 +167,12 @@ def _check_crew(config: Config, crew: Crew, other_hosts: bool) -> None:
     if crew.least > crew.most:
         raise UserError(f"--min-workers {crew.least}: more than the {crew.most} workers that there can be")
     if crew.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
-        raise UserError(
-            f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a "
-            f"folder"
-        )
+        given = f"checkpoint.folder = {config.checkpoint.folder!r}"
+        raise UserError(f"{given}: workers do not share their memory; give a folder")
 
 
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
-    """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing
-    behind."""
+    """Plan, prepare the data, and start, in this order, so that a refused job leaves nothing behind."""
     from shardwise.checkpoint import to_resume
     from shardwise.drivers.registry import driver_of
     from shardwise.limits import check_limits
@@ -199,40 +194,37 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         planner = replace(planner, memory_bytes=None)
     _check(planner)
     driver.check_memory(config, planner.first)
-    first_node = (
-        FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
-    )
-    with first_node.tell() if first_node and leads else nullcontext():  # the others wait for it
+    first_node = None
+    if node is not None and nodes > 1:
+        first_node = FirstNodeFile(Path(config.run.folder), node.run_id)
+    with first_node.tell() if first_node and leads else nullcontext():  # the other nodes wait for this file
         if node is not None and leads and nodes > 1:
             check_resolves(node.address)
         if leads:
             _check_room(config, planner.first)
         dataset = _check_data(config)
-        typer.echo(
-            f"starting {counted(slots, 'worker')}…", err=True
-        )  # the first imports torch, and is heard of seconds later
-        data = dataset.content if node is not None else ""  # which other hosts are compared with
+        # The first worker imports torch, so that its first message comes seconds later.
+        typer.echo(f"starting {counted(slots, 'worker')}…", err=True)
+        data = dataset.content if node is not None else ""  # other hosts must have the same data
         return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
 
 
 def _warn(config: Config, workers: int) -> None:
-    """Say what is doubtful of so many workers here, before they or a measurement of this machine take their
-    time."""
+    """Print warnings about this number of workers before they start, or before this machine is measured."""
     from shardwise.cli.checkpoint import note_links
     from shardwise.cli.machine import doubts
     from shardwise.cost.clusters import asked_for
 
     if config.model.pretrained is not None:
         note_links(Path(config.model.pretrained))
-    for doubt in doubts(
-        workers, asked_for(config) if config.model.module is None else None, config.run.device
-    ):
+    named = asked_for(config) if config.model.module is None else None
+    for doubt in doubts(workers, named, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)
 
 
 def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
-    """What plans this run: on the cluster that the job names, or on this machine where no other takes
-    part."""
+    """Return the planner of this run: for the cluster that the job names, or for this machine if no other
+    takes part."""
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
@@ -248,13 +240,12 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     if cluster is None and nodes == 1:
         path = remembered(local_workers)
         if path is None and searches:
-            start_server(WORKERS_IMPORT)  # the probe's workers are forked from the server that the run's are
+            start_server(WORKERS_IMPORT)  # the workers of the probe and of the run are forked from it
             cluster, path = this_machine(local_workers)
         if path is not None:
             file = str(path)
-            cluster = asked_for(
-                config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})})
-            )
+            with_file = config.cluster.model_copy(update={"file": file})
+            cluster = asked_for(config.model_copy(update={"cluster": with_file}))
     return Planner(
         config,
         devices,
@@ -266,7 +257,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
 
 
 def _check(planner: Planner) -> None:
-    """Refuse a job that cannot run, before any worker starts."""
+    """Refuse a job that cannot run, before any worker starts, and print what the planner chose."""
     plan = planner.first
     if planner.searched:
         named = planner.config.cluster.preset is not None or planner.config.cluster.file is not None
@@ -283,8 +274,7 @@ def _check(planner: Planner) -> None:
 
 
 def _check_room(config: Config, plan: Plan) -> None:
-    """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
-    it."""
+    """Refuse folders that cannot be written, or have no room for one checkpoint, before days of training."""
     from shardwise.checkpoint import checkpoint_folder
     from shardwise.config.dtypes import BYTES
     from shardwise.drivers.registry import driver_of
@@ -300,7 +290,7 @@ def _check_room(config: Config, plan: Plan) -> None:
 
 
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
-    """How many workers each node is to have, as far as the command or the layout say."""
+    """Return the number of workers per node that the command or the layout asks for; None if neither does."""
     from shardwise.drivers.registry import driver_of
     from shardwise.errors import UserError
 
@@ -314,14 +304,17 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
 
 
 def _parameters(config: Config) -> OwnParameters | None:
-    """Only a job with a module of the user's own needs torch before the workers do."""
+    """Return the parameters of a user's own module.
+
+    Only such a job needs torch before the workers start.
+    """
     from shardwise.parallel import count_parameters
 
     return count_parameters(config)
 
 
 def _be_worker(config: Config, worker: Worker) -> int:
-    """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
+    """Be one of the workers that another launcher started. That launcher handles what goes wrong."""
     from shardwise.drivers.registry import driver_of
     from shardwise.errors import UserError
     from shardwise.resilience.stopping import CollectSignals, cut_short
@@ -331,9 +324,8 @@ def _be_worker(config: Config, worker: Worker) -> int:
         raise UserError(
             f"{what}: starts its own processes; run it without torchrun, or as one process a node"
         )
-    with (
-        CollectSignals() as signals
-    ):  # before anything is imported: one rank alone that leaves would keep the others waiting
+    # Signals are collected before anything is imported: if one rank left alone, the others would wait for it.
+    with CollectSignals() as signals:
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output
         from shardwise.resilience.host_link import NoHost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from shardwise.verify.verdict import QuantityError
 
 SHOWN = 8
-"""Rows of the table where all is well; where not, every row that fails, up to three times as many."""
+"""Number of rows of the table if all is well. Otherwise every failing row is shown, up to three times as
+many."""
 
 
 def verify(
@@ -41,8 +42,7 @@ def verify(
         str | None,
         typer.Option(
             "--sabotage",
-            help="Break one of drop-all-reduce, scale-gradient, swap-chunks, misroute-token; status 0: "
-            "found.",
+            help="Break drop-all-reduce, scale-gradient, swap-chunks or misroute-token; status 0: found.",
         ),
     ] = None,
     device: Annotated[
@@ -63,12 +63,8 @@ def verify(
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
     if result.proof.world == 1 and against == "one-device" and dtype == "float64":
-        typer.echo(
-            "note: the layout is one device, so it was compared with itself, which proves nothing of a "
-            "layout; give one of "
-            "several, for example layout.data=2",
-            err=True,
-        )
+        itself = "the layout is one device, so it was compared with itself, which proves nothing of a layout"
+        typer.echo(f"note: {itself}; give one of several, for example layout.data=2", err=True)
     if json:
         from json import dumps
 
@@ -99,7 +95,8 @@ def _prove(
     return prove(config, steps, cast(Dtype, dtype), broken, preparing, say, cast(Against, against))
 
 
-def _unknown_choices(given: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[str]:
+def _unknown_choices(given: Iterable[tuple[str, str, tuple[str, ...]]]) -> Iterator[str]:
+    """Yield a problem for each option whose value is not among its choices."""
     for option, value, choices in given:
         if value not in choices:
             yield f"{option} {value}: not known; use one of {', '.join(choices)}"
@@ -111,23 +108,13 @@ def _show(result: ProofResult) -> None:
         print(f"shrunk: {key} from {before} to {after}")
     print("\n".join(_table(result)))
     if result.sabotaged:
-        print(
-            "broken on purpose: "
-            + ", ".join(f"{key} {_short_list(value)}" for key, value in result.sabotaged.items())
-        )
+        broken = ", ".join(f"{key} {_short_list(value)}" for key, value in result.sabotaged.items())
+        print(f"broken on purpose: {broken}")
     diagnosis = result.diagnosis.sentences() if result.diagnosis else []
-    for line in (*verdict.faults, *diagnosis):
+    compressed = [verdict.sentence() for verdict in result.compressed]
+    for line in (*verdict.faults, *diagnosis, result.reached.sentence(), *compressed):
         print(line)
-    layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
-    print(result.reached.sentence())
-    for compressed in result.compressed:
-        print(compressed.sentence())
-    products = " with products in float8, delayed scales" if proof.config.train.precision == "float8" else ""
-    steps = f"{counted(proof.steps, 'step')} in {proof.dtype}{products}"
-    run = (
-        f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}{_on_gpus(result)}, "
-        f"{steps}"
-    )
+    run = _what_ran(result)
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
@@ -135,27 +122,32 @@ def _show(result: ProofResult) -> None:
     print(f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s")
 
 
+def _what_ran(result: ProofResult) -> str:
+    """Return the layout, its processes, and the steps of a proof in words."""
+    proof = result.proof
+    layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
+    products = " with products in float8, delayed scales" if proof.config.train.precision == "float8" else ""
+    steps = f"{counted(proof.steps, 'step')} in {proof.dtype}{products}"
+    processes = f"{counted(proof.world, 'process')}{_on_gpus(result)}"
+    return f"{layout}, zero {proof.plan.layout.zero}, on {processes}, {steps}"
+
+
 def _on_gpus(result: ProofResult) -> str:
-    """Of the processes of the layout; one device's are on the CPU."""
+    """Return on which GPUs the processes of the layout ran, in words. The reference runs on the CPU."""
     if result.proof.config.run.device != "cuda":
         return ""
     from shardwise.mesh import local_gpus, share_gpus
 
     gpus = counted(local_gpus(), "GPU")
-    return (
-        f" that share {gpus} (transfers through host memory)"
-        if share_gpus(result.proof.world)
-        else f" on {gpus}"
-    )
+    shared = share_gpus(result.proof.world)
+    return f" that share {gpus} (transfers through host memory)" if shared else f" on {gpus}"
 
 
-def _short_list(value: Any) -> str:
-    several = isinstance(value, list)
-    return (
-        f"{', '.join(value[:3])}{f' and {len(value) - 3} more' if len(value) > 3 else ''}"
-        if several
-        else str(value)
-    )
+def _short_list(value: object) -> str:
+    """Return a value as text; of a list, the first three entries and how many more there are."""
+    if not isinstance(value, list):
+        return str(value)
+    return ", ".join(value[:3]) + (f" and {len(value) - 3} more" if len(value) > 3 else "")
 
 
 def _axes(result: ProofResult) -> dict[str, int]:
@@ -166,7 +158,7 @@ def _axes(result: ProofResult) -> dict[str, int]:
 
 
 def _table(result: ProofResult) -> list[str]:
-    """The worst first, in columns as wide as what is in them."""
+    """Return a table of errors, the worst first, in columns as wide as their content."""
     errors = result.verdict.errors
     failing = sum(not error.passes for error in errors)
     shown = errors[: min(max(SHOWN, failing), 3 * SHOWN)]
@@ -188,14 +180,5 @@ def _row(error: QuantityError, result: ProofResult) -> list[str]:
     cost = "" if error.rounding_cost is None else f"{error.rounding_cost:.2e}"
     ranks = "all" if len(error.ranks) == result.proof.world else ", ".join(map(str, error.ranks))
     units = f"{error.relative_error / ROUNDING[result.proof.dtype]:.3g}"
-    mark = "" if error.passes else "x"
-    return [
-        mark,
-        error.parameter or "-",
-        error.quantity,
-        str(error.step),
-        f"{error.relative_error:.2e}",
-        units,
-        cost,
-        ranks,
-    ]
+    what = ["" if error.passes else "x", error.parameter or "-", error.quantity, str(error.step)]
+    return [*what, f"{error.relative_error:.2e}", units, cost, ranks]

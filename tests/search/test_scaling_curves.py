@@ -11,7 +11,7 @@ from shardwise.cli.plain_data import plain_data
 from shardwise.config import Config, from_tables
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
-from shardwise.search.scaling import Point, strong, weak
+from shardwise.search.scaling import ScalingPoint, strong, weak
 
 COUNTS = [1, 2, 4, 8]
 
@@ -35,24 +35,24 @@ def job(**train: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def on_a_node() -> list[Point]:
+def on_a_node() -> list[ScalingPoint]:
     return strong(job(), named("h100"), COUNTS)
 
 
-def test_on_one_node_no_count_is_more_efficient_than_the_first(on_a_node: list[Point]) -> None:
+def test_on_one_node_no_count_is_more_efficient_than_the_first(on_a_node: list[ScalingPoint]) -> None:
     assert [point.devices for point in on_a_node] == COUNTS
     efficiencies = [point.efficiency or 0.0 for point in on_a_node]
     assert efficiencies[0] == 1.0
     assert all(0 < efficiency <= 1.02 for efficiency in efficiencies)
 
 
-def test_terms_sum_to_the_step_and_tokens_follow_from_it(on_a_node: list[Point]) -> None:
+def test_terms_sum_to_the_step_and_tokens_follow_from_it(on_a_node: list[ScalingPoint]) -> None:
     for point in on_a_node:
         assert point.step_seconds == pytest.approx(sum(point.seconds.values()))
         assert point.tokens_per_second == pytest.approx(64 * 1024 / sum(point.seconds.values()))
 
 
-def test_the_term_that_breaks_a_curve_is_one_whose_share_grew(on_a_node: list[Point]) -> None:
+def test_the_term_that_breaks_a_curve_is_one_whose_share_grew(on_a_node: list[ScalingPoint]) -> None:
     first, last = on_a_node[0], on_a_node[-1]
     assert first.breaks is None
     assert last.breaks is not None
@@ -77,7 +77,7 @@ def test_slow_links_break_the_curve_and_are_named() -> None:
     assert last.breaks in ("data", "replica", "tensor", "context", "pipeline_sends", "bubble", "imbalance")
 
 
-def test_weak_scaling_grows_the_batch_and_keeps_more_of_the_efficiency(on_a_node: list[Point]) -> None:
+def test_weak_scaling_grows_the_batch_and_keeps_more_of_the_efficiency(on_a_node: list[ScalingPoint]) -> None:
     points = weak(job(), named("h100"), COUNTS)
     assert [point.global_batch for point in points] == [64, 128, 256, 512]
     assert (points[-1].efficiency or 0) >= (on_a_node[-1].efficiency or 0) - 0.02
