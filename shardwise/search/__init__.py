@@ -1,2 +1,2 @@
-"""The questions asked of the model of a step: the best layout and why, the fewest devices, the whole run. No
+"""Answers from the model of a step: the best layout and why, the fewest devices, the whole run. Needs no
 torch."""

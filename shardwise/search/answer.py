@@ -1,5 +1,5 @@
-"""The planner's answer: the winner, what it takes, why it won, what the next best of another kind loses on,
-and what binds.
+"""The planner's answer: the best layout, what it costs, why it won, where the next best of another kind
+loses, and what limits the result.
 
 The answer is plain data: the terminal, the page (cli/plan_page.py) and `--json` show the same object. Its
 sentences are made in search/reasons.py.
@@ -28,12 +28,12 @@ from shardwise.search.search import BESIDE_DATA, SearchResult, limit, play
 from shardwise.units import GIB
 
 LISTED = 4000
-"""Layouts in an answer, best first, unless all are asked for."""
+"""Largest number of layouts in an answer, best first, unless all are requested."""
 
 
 def answer(config: Config, result: SearchResult, everything: bool = False) -> dict[str, Any]:
-    """All of it, ready for JSON. With `everything` each candidate is listed; else each layout once, in its
-    best form."""
+    """Return the whole answer, ready for JSON. With `everything` each candidate is listed; otherwise each
+    layout once, in its best form."""
     if not len(result.order):
         raise ConfigError(f"the job on {result.devices} devices", nothing_fits(config, result))
     best = int(result.order[0])
@@ -65,7 +65,7 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
 
 
 def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, Any]:
-    """What was planned for."""
+    """Return the cluster and the devices that the plan is for."""
     per_node = min(cluster.devices_per_node, count_of)
     return {
         "name": cluster.name,
@@ -79,8 +79,8 @@ def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, An
 
 
 def _listed(result: SearchResult, listed: Ints) -> list[dict[str, Any]]:
-    """The numbers of these candidates, costed together: those that were played through as they were then,
-    others by closed forms."""
+    """Return the numbers of these candidates, computed together. Pipelines that were simulated in the search
+    are simulated again; the others use closed forms."""
     order = np.concatenate([played := np.intersect1d(listed, result.played), np.setdiff1d(listed, played)])
     parts = [
         cost(result.work, result.space.take(part), result.cluster)
@@ -96,13 +96,13 @@ def _flops(work: Work) -> float:
 
 
 def device_peak(cluster: Cluster, precision: str) -> float | None:
-    """FLOP/s of one device at best; CPU workers of a machine share its cores."""
+    """Return the peak FLOP/s of one device. CPU workers of a machine share its cores."""
     peak = cluster.device.peak.get(precision)
     return peak / min(cluster.devices, cluster.devices_per_node) if peak and cluster.shared else peak
 
 
 def candidate(result: SearchResult, index: int, prediction: Prediction | None = None) -> dict[str, Any]:
-    """One candidate's numbers."""
+    """Return the predicted numbers of one candidate."""
     predicted, row = prediction or result.prediction(index), result.space.row(index)
     total = float(predicted.total[0])
     tokens = result.work.tokens / total / result.devices
@@ -136,20 +136,20 @@ def _best(config: Config, result: SearchResult, index: int) -> dict[str, Any]:
 
 
 def traffic(work: Work, cluster: Cluster, space: Space) -> list[dict[str, Any]]:
-    """Bytes and calls of each collective of one step on rank 0, in the ledger's convention."""
+    """Return the bytes and calls of each collective of one step on rank 0, counted as in the ledger."""
     sent = totals(flows(work, space, device=cluster.device_type), space, 0)
     keys = [key.partition("/") for key in sent]
     return [{"kind": kind, "axis": axis, **sent[f"{kind}/{axis}"]} for kind, _, axis in keys]
 
 
 def layout_of(result: SearchResult, index: int) -> Layout:
-    """One candidate's, compressed as the job says."""
+    """Return the layout of one candidate, with the compression of the job."""
     how = {name: result.fixed[name] for name in SETTINGS if name in result.fixed}
     return result.space.layout(index).model_copy(update=how)
 
 
 def to_paste(result: SearchResult, index: int) -> str:
-    """The winner as lines of a job file."""
+    """Return the best layout as lines of a job file."""
     row = result.space.row(index)
     layout = layout_of(result, index).model_dump(exclude_defaults=True, exclude_none=True)
     layout["data"] = row["data"]
@@ -164,7 +164,7 @@ def to_paste(result: SearchResult, index: int) -> str:
 
 
 def chosen(config: Config, result: SearchResult) -> Config:
-    """The job with the winner's choices put in."""
+    """Return the job with the settings of the best layout."""
     best = int(result.order[0])
     row = result.space.row(best)
     recompute = config.train.recompute if "recompute" in result.fixed else RECOMPUTE[row["recompute"]]
@@ -177,8 +177,8 @@ def chosen(config: Config, result: SearchResult) -> Config:
 
 
 def runner_up(result: SearchResult) -> int | None:
-    """The best candidate of another kind: with other axes in use than the winner, or else another ZeRO
-    stage."""
+    """Return the best candidate of another kind: one that uses other axes than the winner, or else another
+    ZeRO stage."""
     best = int(result.order[0])
     axes = _pattern(result.space, result.order)
     other = np.flatnonzero((axes != axes[0]).any(axis=1))
@@ -193,6 +193,6 @@ def _pattern(space: Space, indices: Ints) -> Any:
 
 
 def best_of_each(result: SearchResult) -> Ints:
-    """Every layout once, best first: whatever their micro-batch and recomputation."""
+    """Return every layout once, best first, whatever its micro-batch and recomputation."""
     _, first = np.unique(result.space.layouts[1][result.order], return_index=True)
     return result.order[np.sort(first)]

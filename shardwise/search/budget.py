@@ -39,8 +39,8 @@ from shardwise.config.parameters import count
 from shardwise.errors import UserError
 
 TOKENS_PER_PARAMETER = 20.0
-"""The rule of thumb of Hoffmann et al.: their methods 1 and 2, table 3, and Chinchilla itself (70B on
-1.4T)."""
+"""Tokens per parameter by the rule of Hoffmann et al.: their methods 1 and 2, table 3, and Chinchilla itself
+(70B on 1.4T)."""
 
 
 # -- the law of the loss -------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ TOKENS_PER_PARAMETER = 20.0
 
 @dataclass(frozen=True)
 class Law:
-    """Constants of L = E + A / N^α + B / D^β."""
+    """Constants of the law L = E + A / N^α + B / D^β."""
 
     name: str
     floor: float
@@ -58,13 +58,13 @@ class Law:
     tokens: float
     """B, the scale of what too few tokens cost."""
     parameters_power: float
-    """α."""
+    """α, the power of the number of parameters."""
     tokens_power: float
-    """β."""
+    """β, the power of the number of tokens."""
 
     @property
     def balance(self) -> float:
-        """G: parameters at the optimum, over their power of the compute."""
+        """G, the number of parameters at the optimum over its power of the compute."""
         alpha, beta = self.parameters_power, self.tokens_power
         return math.pow(alpha * self.parameters / (beta * self.tokens), 1 / (alpha + beta))
 
@@ -84,13 +84,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Optimum:
-    """What to train with a budget: 20 tokens a parameter, and what the two fits would have."""
+    """The model and the tokens to train with a budget: by 20 tokens per parameter, and by the two fits."""
 
     flops: float
     parameters: float
     tokens: float
     loss: float
-    """By the constants of Hoffmann et al."""
+    """Predicted loss by the constants of Hoffmann et al."""
     fitted: Allocation
     """The optimum of the constants of Hoffmann et al.: smaller models, more tokens."""
     replicated: Allocation
@@ -99,28 +99,28 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Spent:
-    """What a model of a given size becomes with a budget, and how well the budget is spent on it."""
+    """The result of spending a budget on a model of a given size, and how well it is spent."""
 
     parameters: float
     tokens: float
     loss: float
-    """By the constants of Hoffmann et al."""
+    """Predicted loss by the constants of Hoffmann et al."""
     tokens_per_parameter: float
     useful: float
-    """Share of the budget with which the best size reaches the same loss, by the constants of Besiroglu et
-    al. (theirs are the ones whose best size is the rule's). Below 1 the model is too small (over 20 tokens a
-    parameter) or too large."""
+    """Fraction of the budget with which the best size reaches the same loss, by the constants of Besiroglu et
+    al. (their best size is that of the rule). Below 1 the model is too small (over 20 tokens per parameter)
+    or too large."""
 
 
 def loss(law: Law, parameters: float, tokens: float) -> float:
-    """The loss that a law predicts."""
+    """Return the loss that a law predicts."""
     small = law.parameters / math.pow(parameters, law.parameters_power)
     short = law.tokens / math.pow(tokens, law.tokens_power)
     return law.floor + small + short
 
 
 def optimum(law: Law, flops: float) -> Allocation:
-    """Where a law is least among all parameters and tokens that cost 6 N D = flops."""
+    """Return the parameters and tokens with the lowest loss among all that cost 6 N D = flops."""
     alpha, beta = law.parameters_power, law.tokens_power
     parameters = law.balance * math.pow(flops / 6, beta / (alpha + beta))
     tokens = flops / 6 / parameters
@@ -128,7 +128,7 @@ def optimum(law: Law, flops: float) -> Allocation:
 
 
 def chinchilla(flops: float) -> Optimum:
-    """Parameters and tokens to train with so many FLOPs."""
+    """Return the parameters and tokens to train with this many FLOPs."""
     parameters = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
     tokens = TOKENS_PER_PARAMETER * parameters
     best = loss(HOFFMANN, parameters, tokens)
@@ -136,7 +136,7 @@ def chinchilla(flops: float) -> Optimum:
 
 
 def flops_for(law: Law, wanted: float) -> float:
-    """FLOPs with which the optimum of a law has this loss; infinite at its floor or below."""
+    """Return the FLOPs with which the optimum of a law reaches this loss; infinite at its floor or below."""
     if wanted <= law.floor:
         return math.inf
     alpha, beta = law.parameters_power, law.tokens_power
@@ -145,7 +145,7 @@ def flops_for(law: Law, wanted: float) -> float:
 
 
 def of_a_size(parameters: float, flops: float) -> Spent:
-    """What a budget does for a model whose size is settled."""
+    """Return what a budget does for a model of a given size."""
     tokens = flops / 6 / parameters
     useful = min(1.0, flops_for(BESIROGLU, loss(BESIROGLU, parameters, tokens)) / flops)
     return Spent(parameters, tokens, loss(HOFFMANN, parameters, tokens), tokens / parameters, useful)
@@ -167,7 +167,7 @@ _HOUR, _DAY = 3600.0, 86400.0
 
 @dataclass(frozen=True)
 class Bill:
-    """What training costs. Energy and money are unknown where the watts or the price are."""
+    """What training costs. Energy and money are None where the power or the price is unknown."""
 
     seconds: float
     device_hours: float
@@ -176,7 +176,8 @@ class Bill:
 
 
 def compute_of(days: float, devices: int, flops_per_second_per_device: float) -> float:
-    """FLOPs that devices get done in so many days at the speed they train with (peak x utilisation)."""
+    """Return the FLOPs that devices complete in this many days at their training speed (peak x
+    utilisation)."""
     return days * _DAY * devices * flops_per_second_per_device
 
 
@@ -187,9 +188,11 @@ def cost(
     watts: float | None = None,
     price: float | None = None,
 ) -> Bill:
-    """Time, energy and money for so many FLOPs. `watts` is the rated power of one device, to which the rest
-    of its node and of the building are added (`NODE_POWER`, `BUILDING_POWER`); `price` is for one device for
-    an hour."""
+    """Return the time, energy and money for this many FLOPs.
+
+    `watts` is the rated power of one device, to which the rest of its node and of the building are added
+    (`NODE_POWER`, `BUILDING_POWER`); `price` is that of one device for an hour.
+    """
     seconds = flops / (flops_per_second_per_device * devices)
     hours = seconds / _HOUR * devices
     kwh = None if watts is None else hours * watts / 1000 * NODE_POWER * BUILDING_POWER
@@ -210,14 +213,15 @@ TIED_BELOW = 4e9
 the model."""
 
 NEAR = 0.02
-"""A count this near to the one wished for is near enough; among such shapes the proportions decide."""
+"""Relative distance from the wanted number of parameters that is close enough; among such shapes the
+proportions decide."""
 
 _TOO_FAR = 0.25
 
 
 def shape_for(parameters: float, vocabulary: int) -> dict[str, Any]:
-    """A Llama-like [model] of about so many parameters: within 5 % from 100M to 1T, for a vocabulary that
-    leaves room for it.
+    """Return a Llama-like [model] of about this many parameters: within 5 % from 100M to 1T, for a vocabulary
+    that leaves room for it.
 
     Heads are a multiple of 8 and key-value heads are 8, so the tensor axis may be 2, 4 or 8; layers are even,
     too.
@@ -226,15 +230,14 @@ def shape_for(parameters: float, vocabulary: int) -> dict[str, Any]:
     if off > _TOO_FAR:
         raise UserError(
             f"no usual shape has about {parameters:,.0f} parameters and a vocabulary of {vocabulary:,}: the "
-            f"nearest has "
-            f"{count(Model(**best)):,}; give another model.vocabulary or another budget"
+            f"nearest has {count(Model(**best)):,}; give another model.vocabulary or another budget"
         )
     return best
 
 
 def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, float], dict[str, Any]]]:
-    """For each width, and each feed-forward width that Llama 3 would have there, the number of layers that
-    fits best; each with how far its count and its proportions are off."""
+    """Yield, for each width and each feed-forward width that Llama 3 would have there, the number of layers
+    that fits best; each with the errors of its count and of its proportions."""
     head_dim = 64 if parameters < SMALL_HEADS_BELOW else 128
     rest = {"kv_heads": 8, "head_dim": head_dim, "vocabulary": vocabulary, "tied": parameters < TIED_BELOW}
     for hidden in _widths():
@@ -250,7 +253,7 @@ def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, f
 
 
 def _widths() -> Iterator[int]:
-    """Round widths, rounder as they grow: multiples of 256 up to 2048, of 512 up to 4096, of 1024 up to
+    """Yield round widths, rounder as they grow: multiples of 256 up to 2048, of 512 up to 4096, of 1024 up to
     8192…"""
     yield from (256, 512, 768)
     for doubling in range(6):
@@ -258,11 +261,11 @@ def _widths() -> Iterator[int]:
 
 
 def _round_layers(layers: float) -> int:
-    """Even, and a multiple of 4 from 32 on, so that pipelines divide them."""
+    """Return an even number of layers, and from 32 on a multiple of 4, so that pipelines divide them."""
     multiple = 2 if layers < 32 else 4
     return max(2, multiple * round(layers / multiple))
 
 
 def _unlike(layers: int, hidden: int, ffn: int) -> float:
-    """How far the proportions are from the usual ones."""
+    """Return the distance of the proportions from the usual ones."""
     return abs(math.log(hidden / layers / WIDTH_PER_LAYER)) + abs(math.log(ffn / hidden / FFN_PER_WIDTH))

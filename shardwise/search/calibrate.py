@@ -1,20 +1,20 @@
-"""What a run measured, folded into the cluster file, so that the next prediction starts from it.
+"""Correct the cluster file by what a run measured, so that the next prediction starts from it.
 
-A cluster file may hold a factor for each term of a step's seconds. A run that took r times what was predicted
-multiplies the factor by r. A run's clock sees less than the planner tells apart, so terms that were measured
-together share one ratio:
+A cluster file may hold a factor for each term of a step's seconds. A run that took r times as long as
+predicted multiplies the factor by r. The clock of a run distinguishes fewer terms than the planner, so terms
+that were measured together share one ratio:
 
-- computing (matmul, attention, elementwise, launch, recompute) one,
-- communication one, unless there is next to none: a ratio of two small times is noise,
-- the optimizer its own.
+- computing (matmul, attention, elementwise, launch, recompute) has one ratio;
+- communication has one, unless there is next to none: a ratio of two small times is noise;
+- the optimizer has its own.
 
-A pipeline measures its idle time (bubble, imbalance) with its messages. Idle time is other ranks' computing
-and takes its ratio; what is then left of the wait is communication's. Where idle time is the larger part,
-what is left would be the difference of two large numbers: communication then keeps its factors, and idle time
-takes the difference.
+A pipeline measures its idle time (bubble, imbalance) together with its messages. Idle time is the computing
+of other ranks and takes the ratio of computing; what is then left of the wait belongs to communication. Where
+idle time is the larger part, what is left would be the difference of two large numbers. Then communication
+keeps its factors, and idle time takes the difference.
 
-A factor outside 1/4 to 4 says that the file describes another machine, or that something else ran on this
-one. It is held at that limit, and said.
+A factor outside 1/4 to 4 means that the file describes another machine, or that something else ran on this
+one. The factor stops at that limit, and the report says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardwise.plan.step_terms import COMMUNICATION, IDLE
 
 LIMIT = 4.0
 LEAST_SHARE = 0.01
-"""Communication below this share of a step is not learned from."""
+"""Communication below this fraction of a step changes no factor."""
 LEAST_STEPS = 5
-"""Fewer measured steps than this are no measurement."""
+"""Least number of measured steps."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Change:
 
     terms: tuple[str, ...]
     ratio: float
-    """Measured over predicted, before limits."""
+    """Measured seconds over predicted seconds, before limits."""
     before: tuple[float, ...]
     after: tuple[float, ...]
 
@@ -57,37 +57,33 @@ class Change:
 def calibrate(
     cluster: Cluster, predicted: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[Cluster, tuple[Change, ...]]:
-    """The cluster with new factors, and what changed.
+    """Return the cluster with new factors, and what changed.
 
-    `predicted` are the seconds of a step by term as this cluster predicts them now, its present factors
-    included: so the same run, folded in twice, changes nothing more. `rows` are the report's: each row of
-    seconds has the `terms` it is made of and what was `measured` of them, null where it was not.
+    `predicted` are the seconds of a step by term as this cluster predicts them now, with its present factors.
+    So the same run, used twice, changes nothing more. `rows` are those of the report: each row of seconds has
+    the `terms` it consists of and what was `measured` of them, null where nothing was.
     """
     known = [row for row in rows if row.get("terms") and row["measured"] is not None]
     step = next(row["measured"] for row in rows if row["what"] == "step time")
     measured = {tuple(row["terms"]): float(row["measured"]) for row in known}
-    changes = [
-        _change(cluster, terms, ratio)
-        for terms, ratio in _ratios(measured, predicted, step)
-        if ratio is not None
-    ]
-    factors = {
-        name: factor for change in changes for name, factor in zip(change.terms, change.after, strict=True)
-    }
+    ratios = _ratios(measured, predicted, step)
+    changes = [_change(cluster, terms, ratio) for terms, ratio in ratios if ratio is not None]
+    factors: dict[str, float] = {}
+    for change in changes:
+        factors.update(zip(change.terms, change.after, strict=True))
     return replace(cluster, corrections={**cluster.corrections, **factors}), tuple(changes)
 
 
 def _ratios(
     measured: Mapping[tuple[str, ...], float], predicted: Mapping[str, float], step: float
 ) -> list[tuple[tuple[str, ...], float | None]]:
-    """For each set of terms, measured over predicted; None where nothing can be learned."""
+    """Return measured over predicted for each set of terms; None where nothing can be learned."""
     ratios: list[tuple[tuple[str, ...], float | None]] = []
     computing: float | None = None
     for terms, seconds in measured.items():
         links, idle = (tuple(name for name in terms if name in group) for group in (COMMUNICATION, IDLE))
         rest = tuple(name for name in terms if name not in (*links, *idle))
-        # computing, and on devices that cannot tell them apart what it waits for, which is taken to be as
-        # predicted
+        # Computing. On devices that cannot measure the waiting apart, that is assumed to be as predicted.
         if rest:
             ratio = _ratio(seconds - _total(predicted, links), _total(predicted, (*rest, *idle)))
             computing = ratio if "matmul" in rest else computing
@@ -104,11 +100,11 @@ def _waits(
     predicted: Mapping[str, float],
     computing: float,
 ) -> list[tuple[tuple[str, ...], float | None]]:
-    sent, stood = _total(predicted, links), _total(predicted, idle)
-    if stood > sent:
-        return [(idle, _ratio(seconds - sent, stood))]
-    own = _ratio(seconds - computing * stood, sent)
-    return [(links, own), (idle, computing)] if idle else [(links, own)]
+    communication, waiting = _total(predicted, links), _total(predicted, idle)
+    if waiting > communication:
+        return [(idle, _ratio(seconds - communication, waiting))]
+    ratio = _ratio(seconds - computing * waiting, communication)
+    return [(links, ratio), (idle, computing)] if idle else [(links, ratio)]
 
 
 def _ratio(measured: float, predicted: float) -> float | None:
@@ -126,20 +122,20 @@ def _change(cluster: Cluster, terms: tuple[str, ...], ratio: float) -> Change:
 
 
 def corrected_text(text: str, cluster: Cluster) -> str:
-    """A cluster file with this cluster's factors in it, all else, comments too, as it was; written anew where
-    that cannot be."""
-    kept: list[str] = []
+    """Return a cluster file with this cluster's factors in it.
+
+    Everything else, comments too, stays as it was. Where that is impossible, the file is written anew.
+    """
+    unchanged: list[str] = []
     inside = False
     for line in text.splitlines():
         if line.lstrip().startswith("["):
             inside = line.split("#")[0].strip() == "[corrections]"
         if not inside:
-            kept.append(line)
-    whole = "\n".join(kept).rstrip() + "\n\n" + write_corrections(cluster)
+            unchanged.append(line)
+    corrected = "\n".join(unchanged).rstrip() + "\n\n" + write_corrections(cluster)
     try:
-        tomllib.loads(whole)
-    except (
-        tomllib.TOMLDecodeError
-    ):  # the factors were written in another form, beside which a table cannot stand
+        tomllib.loads(corrected)
+    except tomllib.TOMLDecodeError:  # the factors were written in another form than a table
         return write_cluster(cluster)
-    return whole
+    return corrected

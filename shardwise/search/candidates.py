@@ -45,24 +45,24 @@ from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
 
 Choices = Sequence[tuple[int, ...]]
-"""Values of some fields of a candidate, together."""
+"""Values of several fields of a candidate, one tuple per combination."""
 LARGEST_MICRO_BATCH = 256
 STAGES_PER_RANK = (2, 3, 4, 5, 6, 8, 10)
-"""Of the interleaved schedule, where the model has the blocks for it."""
+"""Numbers of stages per rank that are tried for the interleaved schedule, where the model has enough
+blocks."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The space, and what was refused before it was costed: reason to number of layouts."""
+    """The space of candidates, and the number of layouts that were refused, by reason."""
 
     space: Space
     refused: dict[str, int]
 
 
 def fixed_fields(config: Config) -> dict[str, Any]:
-    """What the user has decided: fields of the layout that were given, the micro-batch, the recomputation.
-    Degrees that multiply to a positive data axis fix the ones left out at 1.
-    """
+    """Return what the user has decided: fields of the layout that were given, the micro-batch, the
+    recomputation."""
     layout = config.layout
     given = {name: getattr(layout, name) for name in layout.model_fields_set}
     if given.get("data") == -1:
@@ -79,7 +79,7 @@ def fixed_fields(config: Config) -> dict[str, Any]:
 
 
 def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
-    """Whether the degrees given use all devices already, so that the others are 1."""
+    """Return whether the given degrees use all devices already, so that the others are 1."""
     given = [fixed[axis] for axis in RANK_AXES if axis in fixed]
     return bool(given) and int(np.prod(given)) == devices
 
@@ -91,23 +91,23 @@ class _Grid:
 
     degrees: dict[str, int]
     obstacles: dict[int, str | None]
-    """For each size of the expert axis, what keeps the axes from sending as the job asks; None: nothing."""
+    """For each size of the expert axis, why the axes cannot send as the job asks; None if they can."""
     attentions: list[int]
-    """1: a ring, 0: Ulysses."""
+    """Ways of attention to try: 1 means a ring, 0 means Ulysses."""
     modes: dict[tuple[int, int], list[int]]
     """For each schedule and number of stages per rank, the ways to recompute."""
 
     @property
     def experts(self) -> list[int]:
-        """Sizes of the expert axis that nothing keeps from being used."""
+        """Sizes of the expert axis that are possible."""
         return [expert for expert, problem in self.obstacles.items() if problem is None]
 
 
 def candidates(
     config: Config, devices: int, fixed: Mapping[str, Any], offloading: bool = False
 ) -> Candidates:
-    """All layouts of this job on so many devices; where the user does not say, those with `offloading` too,
-    or without alone."""
+    """Return all layouts of this job on this many devices. With `offloading`, those with offloaded states are
+    included where the user leaves that open."""
     refused: Counter[str] = Counter()
     if is_whole(fixed, devices):
         fixed = {**dict.fromkeys(RANK_AXES, 1), **fixed}
@@ -128,19 +128,16 @@ def candidates(
 
 
 def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Yield every way to write the number of devices as a product of degrees, with those that are fixed."""
+
     def choices(axis: str, left: int) -> list[int]:
         if axis in fixed:
             return [fixed[axis]] if left % fixed[axis] == 0 else []
         return divisors(left)
 
-    # A schedule is asked for with a pipeline, and a way to attend with context devices, where there can be
-    # any.
-    several = [
-        axis
-        for axis, key in (("pipeline", "schedule"), ("context", "attention"))
-        if key in fixed and axis not in fixed
-    ]
-    several = several if devices > 1 else []
+    # Who fixes a schedule wants a pipeline, and who fixes a way of attention wants context devices.
+    keys = {"pipeline": "schedule", "context": "attention"} if devices > 1 else {}
+    several = [axis for axis, key in keys.items() if key in fixed and axis not in fixed]
     for pipeline in choices("pipeline", devices):
         for tensor in choices("tensor", devices // pipeline):
             for context in choices("context", devices // pipeline // tensor):
@@ -159,12 +156,13 @@ def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]
 
 
 def _open(degrees: Mapping[str, int]) -> dict[str, int]:
-    """Degrees as a candidate that asks for the least: a schedule with one stage per rank, and no experts."""
+    """Return degrees as the simplest candidate: a schedule with one stage per rank, and no experts."""
     return {**degrees, "schedule": SCHEDULES.index(DEFAULT_SCHEDULE)}
 
 
 def _possible(job: JobTables, grids: Space, refused: Counter[str]) -> Space:
-    """The grids that break no rule. Each of the others is counted under the first rule that it breaks."""
+    """Return the grids that break no rule. Each of the others is counted under the first rule that it
+    breaks."""
     for rule in OF_DEGREES:
         broken = _is_broken((rule,), job, grids)
         if rule.short and broken.any():
@@ -174,14 +172,13 @@ def _possible(job: JobTables, grids: Space, refused: Counter[str]) -> Space:
 
 
 def _is_broken(rules: Sequence[Rule], job: JobTables, space: Space) -> Bools:
-    """Whether each candidate breaks one of the rules."""
-    return reduce(
-        np.logical_or, (rule.is_broken(job, space) for rule in rules), np.zeros(len(space), np.bool_)
-    )
+    """Return, for each candidate, whether it breaks one of the rules."""
+    broken = (rule.is_broken(job, space) for rule in rules)
+    return reduce(np.logical_or, broken, np.zeros(len(space), np.bool_))
 
 
 def _grids(job: JobTables, grids: Space, fixed: Mapping[str, Any]) -> Iterator[_Grid]:
-    """Each grid with the choices inside it that break no rule."""
+    """Yield each grid with the choices inside it that break no rule."""
     all_experts = divisors(job.model.experts) if job.model.experts else [1]
     wanted = [(fixed["expert"],)] if "expert" in fixed else [(expert,) for expert in all_experts]
     ways = {"ulysses": [(0,)], "ring": [(1,)]}.get(fixed.get("attention", ""), [(0,), (1,)])
@@ -209,7 +206,7 @@ def _grids(job: JobTables, grids: Space, fixed: Mapping[str, Any]) -> Iterator[_
 def _allowed(
     job: JobTables, grids: Space, rules: Sequence[Rule], names: Sequence[str], values: Choices
 ) -> list[Choices]:
-    """For each grid, the values of these fields with which it breaks none of the rules."""
+    """Return, for each grid, the values of these fields with which it breaks none of the rules."""
     rows = grids.take(np.repeat(np.arange(len(grids)), len(values)))
     columns = np.tile(np.asarray(values, np.int64), (len(grids), 1)).T  # (fields, grids x values)
     broken = _is_broken(rules, job, replace(rows, **dict(zip(names, columns, strict=True))))
@@ -217,8 +214,8 @@ def _allowed(
 
 
 def _problems(config: Config, grid: _Grid, micro_batches: Sequence[int], asked: int | None) -> list[str]:
-    """Why no candidate has these degrees, for each of the expert axes that it could have; empty where one
-    has."""
+    """Return why no candidate has these degrees, for each expert axis that it could have; empty if there is a
+    candidate."""
     if not grid.obstacles:
         return ["expert cannot be made of these axes"]
     if not grid.experts:
@@ -234,27 +231,28 @@ def _problems(config: Config, grid: _Grid, micro_batches: Sequence[int], asked: 
 def _expanded(
     config: Config, grid: _Grid, fixed: Mapping[str, Any], offloads: Sequence[bool], refused: Counter[str]
 ) -> Iterator[dict[str, Ints]]:
-    """The candidates with these degrees, as columns."""
+    """Yield the candidates with these degrees, as columns."""
     degrees, asked = grid.degrees, fixed.get("micro_batch")
     share = config.train.global_batch // (degrees["replica"] * degrees["data"])
-    micro_batches = [
-        size for size in divisors(share) if (size <= LARGEST_MICRO_BATCH if asked is None else size == asked)
-    ]
+    sizes = divisors(share)
+    if asked is None:
+        micro_batches = [size for size in sizes if size <= LARGEST_MICRO_BATCH]
+    else:
+        micro_batches = [size for size in sizes if size == asked]
     if problems := _problems(config, grid, micro_batches, asked):
         refused.update(problems)
         return
     choices = list(_choices(config, grid, fixed, offloads))
     if not choices:
         return
-    table = np.repeat(
-        np.asarray(choices, dtype=np.int64).T, len(micro_batches), axis=1
-    )  # (names, choices x micro-batches)
+    # (names, choices x micro-batches)
+    table = np.repeat(np.asarray(choices, dtype=np.int64).T, len(micro_batches), axis=1)
     names = ("zero", "offload", "schedule", "stages_per_rank", "expert", "ring", "recompute")
     columns = dict(zip(names, table, strict=True))
     columns |= {axis: np.full(table.shape[1], degree, np.int64) for axis, degree in degrees.items()}
     columns["micro_batch"] = np.tile(np.asarray(micro_batches, dtype=np.int64), len(choices))
     columns["accumulation"] = share // columns["micro_batch"]
-    if "zero" not in fixed:  # of a single micro-batch, stage 1 reduces gradients as stage 2 does
+    if "zero" not in fixed:  # with a single micro-batch, stage 1 reduces gradients as stage 2 does
         differs = (columns["zero"] != 2) | (columns["accumulation"] > 1)
         columns = {name: column[differs] for name, column in columns.items()}
     yield columns
@@ -263,21 +261,23 @@ def _expanded(
 def _choices(
     config: Config, grid: _Grid, fixed: Mapping[str, Any], offloads: Sequence[bool]
 ) -> Iterator[tuple[int, ...]]:
-    """Every combination of the choices inside a grid: ZeRO stage, offloading, schedule, stages per rank,
-    experts, ring and recomputation."""
+    """Yield every combination of the choices inside a grid: ZeRO stage, offloading, schedule, stages per
+    rank, experts, ring and recomputation."""
     experts = config.model.experts
     shared = {expert: shares_weights(_layout(grid.degrees, expert), experts) for expert in grid.experts}
-    states = [
-        (zero, offload) for offload in offloads for zero in _zeros(config, grid.degrees, fixed, offload)
-    ]
+    zeros = {offload: _zeros(config, grid.degrees, fixed, offload) for offload in offloads}
+    states = [(zero, offload) for offload in offloads for zero in zeros[offload]]
     for (zero, offload), run, expert, ring in product(states, grid.modes, grid.experts, grid.attentions):
         if zero == 0 or offload or shared[expert]:
             yield from ((zero, offload, *run, expert, ring, mode) for mode in grid.modes[run])
 
 
 def _modes(job: JobTables, fixed: Mapping[str, Any]) -> list[int]:
-    """To keep attention alone is tried where attention is a fourth of the work: elsewhere it gains little on
-    keeping nothing."""
+    """Return the ways to recompute that are tried.
+
+    To store the outputs of attention alone is tried where attention is a fourth of the work: elsewhere it
+    gains little over storing nothing.
+    """
     if "recompute" in fixed:
         return [RECOMPUTE.index(fixed["recompute"])]
     whole = flops_per_token(job.model, job.data.sequence_length)
@@ -286,10 +286,10 @@ def _modes(job: JobTables, fixed: Mapping[str, Any]) -> list[int]:
 
 
 def _runs(modes: Sequence[int], fixed: Mapping[str, Any]) -> Choices:
-    """Ways to run a pipeline: schedule, stages per rank and recomputation.
+    """Return the ways to run a pipeline: schedule, stages per rank and recomputation.
 
     Full recomputation repeats a block for each of its weights where backward is split. So it is not proposed
-    there, but costed where the user asks for both.
+    there, but it is costed if the user asks for both.
     """
     asks_for_both = {"schedule", "recompute"} <= set(fixed)
     return [
@@ -301,7 +301,7 @@ def _runs(modes: Sequence[int], fixed: Mapping[str, Any]) -> Choices:
 
 
 def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[ScheduleName, int]]:
-    """Schedules to try, with the numbers of stages per rank to try."""
+    """Yield the schedules to try, with the numbers of stages per rank to try."""
     for schedule in SCHEDULES:
         facts = SCHEDULE_FACTS[schedule]
         if fixed["schedule"] == schedule if "schedule" in fixed else facts.is_proposed:
@@ -316,7 +316,7 @@ def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:
 
 
 def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | None:
-    """What keeps these axes from sending less, as the job asks for it."""
+    """Return why these axes cannot send less data as the job asks; None if they can."""
     how = {name: getattr(job.layout, name) for name in (*SETTINGS, "backward_shards")}
     layout = _layout(degrees, expert).model_copy(update=how)
     nearby = (problem for _, problem in first_broken(NEARBY, job._replace(layout=layout)))
@@ -324,17 +324,16 @@ def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | 
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
+    """Return the ZeRO stages to try with these degrees."""
     highest = 0 if config.optimizer.needs_whole_states(config.layout) else 3
     if offload and 0 in (highest, fixed.get("zero")):  # only sharded states can be offloaded
         return []
     if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
-        alone = degrees["replica"] == 1 or "replica" in fixed
-        return ([fixed.get("zero", 3)] if offload else [0]) if alone else []
-    stages = [
-        stage for stage in range(least_zero(config.layout), highest + 1) if fixed.get("zero", stage) == stage
-    ]
+        if degrees["replica"] > 1 and "replica" not in fixed:
+            return []
+        return [fixed.get("zero", 3)] if offload else [0]
     if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
         return [3]
-    if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already
-        stages = [stage for stage in stages if stage > 0]
-    return stages
+    # Copies of whole states are what the data axis has already.
+    lowest = max(least_zero(config.layout), int(degrees["replica"] > 1 or offload))
+    return [stage for stage in range(lowest, highest + 1) if fixed.get("zero", stage) == stage]

@@ -1,23 +1,23 @@
-"""The fewest devices that train a job in time, and the fewest that hold it.
+"""Find the fewest devices that train a job in time, and the fewest that hold it in memory.
 
-The search answers what is best on so many devices; here the number of devices is what is looked for, so one
-question is many searches. They are kept cheap in three ways: whether anything fits needs only the model of
-memory (search/fits.py); how long a step takes is first judged by the closed forms alone, and only the answer
-is searched in full, schedules played through; and counts on which even the devices' peak would be too slow
-are not tried at all.
+The search finds the best layout on a given number of devices. Here the number of devices is searched for, so
+one question takes many searches. Three things make them cheap. Whether anything fits needs only the model of
+memory (search/fits.py). The time of a step is first estimated by closed forms alone, and only the answer is
+searched in full, with simulated schedules. And numbers of devices on which even the devices' peak would be
+too slow are not tried at all.
 
-More devices do not always help: 17 nodes divide few batches and few stacks of blocks. So among whole nodes a
-bisection finds where it starts to work, and then looks at the counts right below, which a bisection may have
-jumped over. Within a node only powers of two are tried.
+More devices do not always help: 17 nodes divide few batches and few numbers of blocks. So among whole nodes a
+bisection finds where it starts to work, and then the counts right below are tried, which a bisection may have
+missed. Within a node only powers of two are tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,8 +34,9 @@ from shardwise.search.search import SearchResult, host_limit, limit, offloads, s
 from shardwise.units import GIB
 
 MOST = 16_384
-"""Devices that are tried at most, unless more are asked for."""
+"""Largest number of devices that is tried, unless more are asked for."""
 _LOOK_BELOW = 4
+"""How many counts right below the result of a bisection are tried."""
 _DAY = 86_400.0
 
 
@@ -44,7 +45,7 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True)
 class Tried:
-    """A number of devices that was looked at, and the days of training there; None where it does not work."""
+    """A number of devices that was tried, and the days of training there; None where it does not work."""
 
     devices: int
     days: float | None
@@ -53,57 +54,61 @@ class Tried:
 
 @dataclass(frozen=True)
 class Fewest:
-    """The smallest number of devices that trains in time, or the best there is."""
+    """The smallest number of devices that trains in time, or the quickest if none does."""
 
     devices: int | None
-    """None where no number up to the most allowed is enough."""
+    """The number of devices; None if no number up to the largest allowed is enough."""
     wanted_days: float
     days: float | None
-    """Of training on these devices; where none is enough, of the quickest tried."""
+    """Days of training on these devices, or on the quickest number tried if none is enough."""
     layout: str | None
     sentence: str
     tried: tuple[Tried, ...]
-    """Ascending by devices."""
+    """All numbers of devices that were tried, in ascending order."""
     result: SearchResult | None = field(default=None, repr=False)
-    """The search on these devices, or on those of the quickest tried."""
+    """The search on these devices, or on the quickest number tried."""
 
 
 def fewest_devices(
     config: Config, cluster: Cluster, days: float, tokens: float | None = None, most: int = MOST
 ) -> Fewest:  # fmt: skip
-    """The fewest devices on which all the job's steps (or so many tokens) take at most so many days."""
+    """Return the fewest devices on which all steps of the job (or this many tokens) take at most this many
+    days."""
     if not (days > 0 and math.isfinite(days)) or (tokens is not None and not tokens > 0):
         raise UserError(f"--days {days:g}: give a number of days above 0")
-    steps = (
-        config.train.steps
-        if tokens is None
-        else tokens / (config.train.global_batch * config.data.sequence_length)
-    )
+    steps = float(config.train.steps)
+    if tokens is not None:
+        steps = tokens / (config.train.global_batch * config.data.sequence_length)
     attempts = _Attempts(config, cluster, days, steps)
     doubling = _doubling(cluster, most)
-    index = next((index for index, devices in enumerate(doubling) if attempts.in_time(devices)), None)
-    if index is None:
-        return _too_slow(attempts, doubling[-1])
-    between = _between(config, cluster, doubling[index - 1] if index else 0, doubling[index])
-    least = _least(between, attempts.in_time)
-    later = (
-        count for low, high in pairwise(doubling[index:]) for count in _between(config, cluster, low, high)
-    )
-    for devices in chain((count for count in between if count >= least), later):
+    for devices in _ascending(attempts, doubling):
         if attempts.in_time(devices) and (result := attempts.searched(devices)) is not None:
             return _in_time(attempts, devices, result)
     return _too_slow(attempts, doubling[-1])
 
 
+def _ascending(attempts: _Attempts, doubling: Sequence[int]) -> Iterator[int]:
+    """Yield the counts from the least that seems to be in time; none if not even the largest does."""
+    index = next((index for index, devices in enumerate(doubling) if attempts.in_time(devices)), None)
+    if index is None:
+        return
+    config, cluster = attempts.config, attempts.cluster
+    between = _between(config, cluster, doubling[index - 1] if index else 0, doubling[index])
+    least = _least(between, attempts.in_time)
+    yield from (count for count in between if count >= least)
+    for low, high in pairwise(doubling[index:]):
+        yield from _between(config, cluster, low, high)
+
+
 class _Attempts:
-    """The counts tried so far, and what each takes: each is judged once."""
+    """The numbers of devices tried so far, and how long each takes. Each is judged once."""
 
     def __init__(self, config: Config, cluster: Cluster, days: float, steps: float) -> None:
         self.config, self.cluster, self.days, self.steps = config, cluster, days, steps
         self.tried: dict[int, Tried] = {}
 
     def in_time(self, devices: int) -> bool:
-        """Whether training ends in time on these devices, by what is known of them."""
+        """Return whether training ends in time on these devices, as far as it is known."""
         if devices not in self.tried:
             self.tried[devices] = self._judged(devices)
         days = self.tried[devices].days
@@ -119,7 +124,7 @@ class _Attempts:
         return Tried(devices, self.steps * seconds / _DAY)
 
     def searched(self, devices: int, whatever: bool = False) -> SearchResult | None:
-        """The full search, if it is in time too (or `whatever` it says)."""
+        """Return the full search if it is in time too; with `whatever`, return it in any case."""
         result = search(self.config, self.cluster.of(devices), devices)
         if not len(result.order):
             self.tried[devices] = Tried(devices, None, nothing_fits(self.config, result)[0])
@@ -129,21 +134,19 @@ class _Attempts:
         return result if whatever or days <= self.days else None
 
     def all(self) -> tuple[Tried, ...]:
-        """What was tried, ascending."""
+        """Return what was tried, in ascending order of devices."""
         return tuple(self.tried[devices] for devices in sorted(self.tried))
 
 
 def _in_time(attempts: _Attempts, devices: int, result: SearchResult) -> Fewest:
     days, layout = attempts.tried[devices].days or 0.0, best_layout(result)
-    sentence = (
-        f"{count_devices(devices)} train this in {_days(days)} ({layout}); {attempts.days:g} days were "
-        f"asked for"
-    )
+    asked = f"{attempts.days:g} days were asked for"
+    sentence = f"{count_devices(devices)} train this in {_days(days)} ({layout}); {asked}"
     return Fewest(devices, attempts.days, days, layout, sentence, attempts.all(), result)
 
 
 def _too_slow(attempts: _Attempts, most: int) -> Fewest:
-    """Nothing is enough: the quickest of what was tried, searched in full."""
+    """Return the answer if nothing is enough: the quickest number tried, searched in full."""
     timed = [attempt for attempt in attempts.all() if attempt.days is not None]
     quickest = min(timed, key=lambda attempt: attempt.days or 0.0).devices if timed else most
     result = attempts.searched(quickest, whatever=True)
@@ -151,10 +154,8 @@ def _too_slow(attempts: _Attempts, most: int) -> Fewest:
         sentence = f"no number of devices up to {most:,} trains this: {attempts.tried[quickest].reason}"
         return Fewest(None, attempts.days, None, None, sentence, attempts.all())
     days = attempts.tried[quickest].days or 0.0
-    sentence = (
-        f"up to {count_devices(most)} cannot train this in {attempts.days:g} days: the best is {_days(days)} "
-        f"on {quickest:,}"
-    )
+    best = f"the best is {_days(days)} on {quickest:,}"
+    sentence = f"up to {count_devices(most)} cannot train this in {attempts.days:g} days: {best}"
     return Fewest(None, attempts.days, days, best_layout(result), sentence, attempts.all(), result)
 
 
@@ -163,7 +164,8 @@ def _days(number: float) -> str:
 
 
 def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
-    """Of a step if every device computed at its peak and did nothing else: no layout is quicker."""
+    """Return the seconds of a step if every device computed at its peak and did nothing else. No layout is
+    quicker."""
     work = work_of(config)
     workers = -(-devices // cluster.devices_per_node) if cluster.shared else devices
     peaks, precision = cluster.device.peak, work.precision.split()[0]
@@ -172,13 +174,12 @@ def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
 
 
 def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | None:
-    """Of a step in the quickest layout that fits, by the closed forms."""
+    """Return the seconds of a step in the quickest layout that fits, by closed forms; None if none fits."""
     work, margin, quickest = work_of(config), config.cluster.margin, np.inf
     for part in candidates(config, devices, fixed_fields(config), offloads(cluster)).space.parts():
         prediction = predict(work, part, cluster, SHARDWISE)
-        fits = (prediction.peak <= limit(cluster, margin, devices)) & (
-            prediction.host <= host_limit(cluster, margin)
-        )
+        on_devices = prediction.peak <= limit(cluster, margin, devices)
+        fits = on_devices & (prediction.host <= host_limit(cluster, margin))
         quickest = min(quickest, float(np.min(prediction.total[fits], initial=np.inf)))
     return float(quickest) if np.isfinite(quickest) else None
 
@@ -191,9 +192,9 @@ class Smallest:
     """The fewest devices on which a layout fits."""
 
     devices: int | None
-    """None where nothing fits on any number up to the most allowed."""
+    """The number of devices; None if nothing fits on any number up to the largest allowed."""
     without_offload: int | None
-    """The same with all states in the devices' own memory."""
+    """The number of devices with all states in the devices' own memory."""
     layout: str | None
     peak_gib: float | None
     limit_gib: float
@@ -202,7 +203,8 @@ class Smallest:
 
 
 def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Smallest:
-    """The fewest devices on which any layout fits, with states in the host's memory where that helps."""
+    """Return the fewest devices on which any layout fits, with states in the host's memory where that
+    helps."""
     devices = resident = _smallest(config, cluster, most, any_fits)
     if devices is None:
         sentence = f"nothing fits on up to {count_devices(_doubling(cluster, most)[-1])}"
@@ -213,15 +215,16 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     if result.space.offload[best]:
         resident = _smallest(config, cluster, most, any_fits_resident)
         sentence += f" with {float(result.host[best]) / GIB:,.0f} GiB of each node's own memory"
-        sentence += (
-            f"; without offloading it takes {count_devices(resident)}" if resident else "; only by offloading"
-        )
+        without = f"without offloading it takes {count_devices(resident)}" if resident else ""
+        sentence += f"; {without or 'only by offloading'}"
     return Smallest(devices, resident, best_layout(result), peak / GIB, result.limit / GIB, sentence, result)
 
 
 def _smallest(
     config: Config, cluster: Cluster, most: int, fits: Callable[[Config, Cluster, int], bool]
 ) -> int | None:
+    """Return the fewest devices on which the job fits; None if it fits on none."""
+
     @cache
     def works(devices: int) -> bool:
         return fits(config, cluster.of(devices), devices)
@@ -237,7 +240,8 @@ def _smallest(
 
 
 def _doubling(cluster: Cluster, most: int) -> list[int]:
-    """1, 2, 4, … in a node, then 1, 2, 4, … nodes, up to `most`, and as many whole nodes as that is."""
+    """Return 1, 2, 4, … devices in a node, then 1, 2, 4, … nodes, up to `most`, and the largest number of
+    whole nodes within it."""
     if most < 1:
         raise UserError(f"at most {most} devices: give a number from 1")
     node = cluster.devices_per_node
@@ -248,15 +252,15 @@ def _doubling(cluster: Cluster, most: int) -> list[int]:
 
 
 def _between(config: Config, cluster: Cluster, low: int, high: int) -> list[int]:
-    """Whole nodes above `low` and up to `high` over which the job can be divided at all; the last is
-    `high`."""
+    """Return the numbers of whole nodes' devices above `low` and up to `high` over which the job can be
+    divided at all; the last is `high`."""
     node = cluster.devices_per_node
     counts = range(low // node * node + node, high, node) if high > node else ()
     return [*(devices for devices in counts if devices > low and _divides(config, devices)), high]
 
 
 def _divides(config: Config, devices: int) -> bool:
-    """Whether the devices are a product of degrees that blocks, batch, and heads and sequence allow."""
+    """Return whether the devices are a product of degrees that blocks, batch, heads and sequence allow."""
     model, length, batch = config.model, config.data.sequence_length, config.train.global_batch
     for pipeline in divisors(devices):
         if pipeline > model.layers:
@@ -268,8 +272,8 @@ def _divides(config: Config, devices: int) -> bool:
 
 
 def _least(counts: Sequence[int], works: Callable[[int], bool]) -> int:
-    """The least of ascending counts that works, when the last does: by bisection, then by trying those right
-    below."""
+    """Return the least of ascending counts that works, if the last does: by bisection, then by trying those
+    right below."""
     low, high = -1, len(counts) - 1
     while high - low > 1:
         middle = (low + high) // 2

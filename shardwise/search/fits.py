@@ -1,5 +1,5 @@
-"""Whether a job fits at all on so many devices, asked of the model of memory alone: much quicker than a
-search."""
+"""Tell whether a job fits at all on this many devices, by the model of memory alone, which is much quicker
+than a search."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from shardwise.search.search import host_limit, limit, offloads, work_of
 
 
 def any_fits(config: Config, cluster: Cluster, devices: int) -> bool:
-    """Whether any layout of the job fits on these devices."""
-    return _some_fit(
-        config, cluster, devices, candidates(config, devices, fixed_fields(config), offloads(cluster)).space
-    )
+    """Return whether any layout of the job fits on these devices."""
+    space = candidates(config, devices, fixed_fields(config), offloads(cluster)).space
+    return _some_fit(config, cluster, devices, space)
 
 
 def any_fits_resident(config: Config, cluster: Cluster, devices: int) -> bool:
-    """The same with all states in the devices' own memory."""
+    """Return whether any layout fits with all states in the devices' own memory."""
     space = candidates(config, devices, fixed_fields(config)).space
     return not space.offload.any() and _some_fit(config, cluster, devices, space)
 
@@ -33,7 +32,7 @@ def _some_fit(config: Config, cluster: Cluster, devices: int, space: Space) -> b
 
 
 def fitting(work: Work, space: Space, cluster: Cluster, margin: float, devices: int) -> Bools:
-    """Which candidates fit; memory alone is much quicker than the whole prediction."""
+    """Return which candidates fit. Memory alone is much quicker to compute than the whole prediction."""
     held = hold(work, space, SHARDWISE)
     memory = footprint(work, space, cluster, SHARDWISE, held)
     peak = sum(memory.values(), np.zeros(len(space)))

@@ -1,7 +1,7 @@
-"""What a run that is about to begin will take, by the model that plans: kept in plan.json, and held against
-what then happened.
+"""Predict the costs of a run before it begins, with the planner's model. The prediction is stored in
+plan.json, and compared with what then happened.
 
-`plan_job` decides what the user left open; `forecast` predicts what was decided. A run goes on if its
+`plan_job` decides what the user left open; `forecast` predicts what was decided. A run continues if its
 prediction cannot be made: the plan is advice, the training is the purpose.
 """
 
@@ -23,19 +23,18 @@ from shardwise.units import GIB
 
 
 def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, Asked]:
-    """The job with the best layout put in; and the job as it was asked for, with why in one line."""
+    """Return the job with the best layout, and the job as it was asked for, with the reason in one line."""
     searched = search_job(config, cluster, devices)
     result = searched.result
     if not len(result.order):
         raise ConfigError(f"the job on {devices} devices", nothing_fits(config, result))
     whys = {"compression": searched.why} if searched.why else {}
-    return chosen(searched.config, result), Asked(
-        config, f"planned: {reason(result, int(result.order[0]))}", whys
-    )
+    why = f"planned: {reason(result, int(result.order[0]))}"
+    return chosen(searched.config, result), Asked(config, why, whys)
 
 
 def is_open(layout: Layout) -> bool:
-    """Whether the user left all of the layout to the planner, or whether to compress."""
+    """Return whether the user left the whole layout, or the choice of compression, to the planner."""
     return not layout.model_fields_set or layout.compression == AUTO
 
 
@@ -47,7 +46,8 @@ def forecast(
     cluster: Cluster,
     bucket_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
+    """Return the seconds by term, the memory by kind, and the bytes of every collective, of one step under
+    this layout."""
     space = space_of_layout(config, layout, micro_batch, accumulation)
     work = work_of(config, bucket_bytes)
     prediction = play(work, space, cluster)

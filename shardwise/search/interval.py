@@ -30,22 +30,22 @@ import math
 from dataclasses import dataclass
 
 DEVICE_HOURS = 16_384 * 54 * 24 / 419
-"""Hours of one device from failure to failure, where nothing better is known."""
+"""Mean hours between failures of one device, where nothing better is known."""
 
 ENOUGH_FAULTS = 3
-"""Faults of its own after which a run's record counts for more than somebody else's."""
+"""Number of faults after which a run's own record is used instead of the public one."""
 
 RESTART = 600.0
-"""Seconds from a failure until state is read back, where nothing is known: noticing it, finding the broken
-machine, starting. MegaScale, on over 10,000 GPUs, needs less than ten minutes on average to notice and to
-diagnose (Jiang et al., 2024)."""
+"""Seconds from a failure until state is read back, where nothing is known: noticing the failure, finding the
+broken machine, starting. MegaScale, on over 10,000 GPUs, needs less than ten minutes on average to notice and
+to diagnose (Jiang et al., 2024)."""
 
 _HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a run fails: seconds from one failure to the next, and how that is known."""
+    """Mean seconds between failures of a run, and how that is known."""
 
     seconds: float
     basis: str
@@ -59,9 +59,9 @@ class Advice:
     every_steps: int
     mtbf_hours: float
     basis: str
-    """Where the mean time between failures comes from."""
+    """How the mean time between failures is known."""
     expected_goodput: float
-    """The share of time that is neither saving, nor computing again, nor restarting."""
+    """Fraction of the time that is neither saving, nor computing again, nor restarting."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +69,23 @@ class CheckpointPlan:
     """What checkpoints will cost, before there is a run."""
 
     bytes: float
-    """Of one checkpoint."""
+    """Bytes of one checkpoint."""
     stall_seconds: float
-    """That training stops for one."""
+    """Seconds that training stops for one checkpoint."""
     save_seconds: float
-    """Until one is safe."""
+    """Seconds until one checkpoint is stored safely."""
     restart_seconds: float
-    """From a failure until training goes on."""
+    """Seconds from a failure until training continues."""
     storage_bytes: float
-    """For those kept and the one being written."""
+    """Bytes for all checkpoints that are kept and the one being written."""
     advice: Advice
 
 
 def failures(
     devices: int, faults: int = 0, seconds: float = 0.0, device_hours: float = DEVICE_HOURS
 ) -> Failures:
-    """The mean time between failures of a run on so many devices, which had so many faults in so many
-    seconds."""
+    """Return the mean time between failures of a run on this many devices, which had `faults` faults in
+    `seconds` seconds."""
     if faults >= ENOUGH_FAULTS and seconds > 0:
         return Failures(seconds / faults, f"this run's {faults} faults")
     who = "one device that fails" if devices == 1 else f"{devices:,} devices that each fail"
@@ -96,12 +96,12 @@ def failures(
 
 
 def best_interval(save: float, between_failures: float) -> float:
-    """Seconds between saves at which least is lost, when a save costs `save` seconds."""
+    """Return the seconds between saves at which least time is lost, if a save costs `save` seconds."""
     return math.sqrt(2 * save * between_failures)
 
 
 def expected_goodput(interval: float, save: float, between_failures: float, restart: float = 0.0) -> float:
-    """The share of time that counts, to first order; not below 0."""
+    """Return the fraction of time that is useful, to first order, and not below 0."""
     return max(0.0, 1 - save / interval - interval / (2 * between_failures) - restart / between_failures)
 
 
@@ -115,8 +115,10 @@ def advise(
     restart: float = 0.0,
     device_hours: float = DEVICE_HOURS,
 ) -> Advice:
-    """How often to save, from what was measured: seconds that training stops for a save, that the save takes,
-    that a step takes and that a restart takes; and the faults in so many seconds of this run.
+    """Return how often to save, from what was measured.
+
+    `stall` is how many seconds training stops for a save, `save` how many the save takes, `step` how many a
+    step takes, and `restart` how many a restart takes. The run had `faults` faults in `seconds` seconds.
     """
     known = failures(devices, faults, seconds, device_hours)
     wished = max(best_interval(stall, known.seconds), save)
@@ -131,8 +133,8 @@ def advise(
 
 
 def storage_bytes(parameters: float, bytes_per_parameter: float, kept: int = 2) -> float:
-    """Room that checkpoints need: for those kept, and for the next, which is written before the oldest
-    goes."""
+    """Return the bytes that checkpoints need: for those that are kept, and for the next, which is written
+    before the oldest is removed."""
     return parameters * bytes_per_parameter * (kept + 1)
 
 
@@ -149,8 +151,8 @@ def plan_checkpoints(
     keep: int = 2,
     restart: float = RESTART,
 ) -> CheckpointPlan:
-    """What checkpoints of a model will cost on a cluster, and how often to make them; bandwidths in
-    bytes/s."""
+    """Return what checkpoints of a model will cost on a cluster, and how often to make them. Bandwidths are
+    in bytes/s."""
     size = parameters * bytes_per_parameter
     transfer = size / storage_bandwidth
     copy = size / devices / host_bandwidth

@@ -1,14 +1,13 @@
-"""The longest sequence, and the largest batch without accumulation, that fit on so many devices.
+"""Find the longest sequence, and the largest batch without accumulation, that fit on this many devices.
 
-Whether anything fits needs only the model of memory (search/fits.py), so both are bisected, and only the
-answer is searched or costed in full.
+Whether anything fits needs only the model of memory (search/fits.py), so both are found by bisection, and
+only the answer is searched or costed in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from shardwise.config import Config, divisors
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
-from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
+from shardwise.cost.space import RECOMPUTE, Bools, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, fitting
@@ -35,7 +34,7 @@ class Longest:
     """The longest sequence that fits, and the job with it."""
 
     length: int
-    """0 where not even a short one fits."""
+    """Number of tokens; 0 if not even a short sequence fits."""
     global_batch: int
     step_seconds: float | None
     tokens_per_second: float | None
@@ -46,11 +45,12 @@ class Longest:
 
 
 def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
-    """The longest data.sequence_length for which a layout fits, at about the same tokens a step.
+    """Return the longest data.sequence_length for which a layout fits, at about the same number of tokens per
+    step.
 
-    The batch shrinks to the largest divisor of the job's that has no more tokens, so that it still divides as
-    the job's does; model.max_positions is raised where the sequence is longer. States are offloaded only
-    where the job needs that as it is.
+    The batch shrinks to the largest divisor of the job's batch that has no more tokens, so that it still
+    divides as before. model.max_positions is raised where the sequence is longer. States are offloaded only
+    if the job needs that without a longer sequence.
     """
     cluster = cluster.of(devices)
     enough = any_fits_resident if any_fits_resident(config, cluster, devices) else any_fits
@@ -63,15 +63,13 @@ def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
         low //= 2
     if low < 1:
         result = search(config, cluster, devices)
-        return Longest(
-            0, config.train.global_batch, None, None, None, nothing_fits(config, result)[0], config, result
-        )
+        sentence = nothing_fits(config, result)[0]
+        return Longest(0, config.train.global_batch, None, None, None, sentence, config, result)
     high = 2 * low
     while high < _LONGEST and low >= config.data.sequence_length and fits(high):
         low, high = high, 2 * high
-    return _longest(
-        _with_length(config, _greatest(low, high, 1024 if high > 2048 else 128, fits)), cluster, devices
-    )
+    length = _greatest(low, high, 1024 if high > 2048 else 128, fits)
+    return _longest(_with_length(config, length), cluster, devices)
 
 
 def _longest(job: Config, cluster: Cluster, devices: int) -> Longest:
@@ -85,7 +83,7 @@ def _longest(job: Config, cluster: Cluster, devices: int) -> Longest:
 
 
 def _with_length(config: Config, length: int) -> Config:
-    """The job with sequences of another length, and about as many tokens a step."""
+    """Return the job with sequences of another length, and about as many tokens per step."""
     batch, tokens = config.train.global_batch, config.train.global_batch * config.data.sequence_length
     fewer = max([size for size in divisors(batch) if size * length <= tokens], default=1)
     changes = {
@@ -97,8 +95,8 @@ def _with_length(config: Config, length: int) -> Config:
 
 
 def _greatest(low: int, high: int, step: int, works: Callable[[int], bool]) -> int:
-    """The greatest multiple of `step` between two numbers that works, or `low`, which does; `high` does
-    not."""
+    """Return the greatest multiple of `step` between two numbers that works, or `low`. `low` works, and
+    `high` does not."""
     first, last = low // step, -(-high // step)
     while last - first > 1:
         middle = (first + last) // 2
@@ -111,10 +109,10 @@ def _greatest(low: int, high: int, step: int, works: Callable[[int], bool]) -> i
 
 @dataclass(frozen=True)
 class Largest:
-    """The most sequences that go through in one forward and backward, and the job with them."""
+    """The largest number of sequences in one forward and backward, and the job with them."""
 
     global_batch: int
-    """0 where not one sequence a device fits."""
+    """Number of sequences per step; 0 if not even one sequence per device fits."""
     micro_batch: int
     data_parallel: int
     step_seconds: float | None
@@ -123,20 +121,23 @@ class Largest:
     layout: str | None
     sentence: str
     job: Config = field(repr=False)
-    """With this batch, and the layout put in."""
+    """The job with this batch and this layout."""
 
 
 def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
-    """The most sequences a step that fit without accumulation, over all layouts; of equals the quickest.
+    """Return the largest number of sequences per step that fits without accumulation, over all layouts; of
+    equal ones the quickest.
 
-    In one layout memory grows with the micro-batch, so each has a largest; all are bisected at once. A
-    train.micro_batch that the job gives is put aside.
+    In one layout memory grows with the micro-batch, so each layout has a largest one; all are bisected at
+    once. A train.micro_batch in the job is ignored.
     """
     cluster, work, margin = cluster.of(devices), work_of(config), config.cluster.margin
     space = _without_accumulation(config, devices)
-    sizes = _largest_sizes(
-        lambda tried: fitting(work, replace(space, micro_batch=tried), cluster, margin, devices), len(space)
-    )
+
+    def fits(sizes: Ints) -> Bools:
+        return fitting(work, replace(space, micro_batch=sizes), cluster, margin, devices)
+
+    sizes = _largest_sizes(fits, len(space))
     batches = sizes * space.replica * space.data
     if not len(space) or not batches.max():
         sentence = f"not one sequence a device fits without accumulation on {count_devices(devices)}"
@@ -144,14 +145,13 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     equal = np.flatnonzero(batches == batches.max())
     tied = replace(space, micro_batch=sizes).take(equal)
     batch = int(batches.max())
-    work = replace(work, global_batch=batch)
-    quickest = int(np.argmin(predict(work, tied, cluster, SHARDWISE).total))
-    return _largest(config, work, tied.take([quickest]), cluster, batch)
+    larger = replace(work, global_batch=batch)
+    quickest = int(np.argmin(predict(larger, tied, cluster, SHARDWISE).total))
+    return _largest(config, larger, tied.take([quickest]), cluster, batch)
 
 
 def _without_accumulation(config: Config, devices: int) -> Space:
-    """Every layout once, one sequence a device. A batch of one sequence a device divides over every data axis
-    there is."""
+    """Return every layout once, with one sequence per device. Such a batch divides by every data axis."""
     fixed = {**fixed_fields(config), "micro_batch": 1}
     job = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": devices})})
     space = candidates(job, devices, fixed).space
@@ -160,9 +160,9 @@ def _without_accumulation(config: Config, devices: int) -> Space:
     return replace(space, accumulation=np.ones_like(space.accumulation))
 
 
-def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
-    """For each layout the largest micro-batch that fits, 0 where none does: doubled while any fits, then
-    bisected."""
+def _largest_sizes(fits: Callable[[Ints], Bools], layouts: int) -> Ints:
+    """Return, for each layout, the largest micro-batch that fits, and 0 where none does. Sizes are doubled
+    while any fits, then bisected."""
     low, high = np.zeros(layouts, np.int64), np.ones(layouts, np.int64)
     while layouts and int(high.max()) < _LONGEST and (good := fits(high)).any():
         low, high = np.where(good, high, low), np.where(good, 2 * high, high)
@@ -181,14 +181,16 @@ def _largest(config: Config, work: Work, space: Space, cluster: Cluster, batch: 
         "micro_batch": row["micro_batch"],
         "recompute": RECOMPUTE[row["recompute"]],
     }
-    job = config.model_copy(
-        update={"layout": space.layout(0), "train": config.train.model_copy(update=changes)}
-    )
-    sentence = (
-        f"{batch:,} sequences a step fit without accumulation, in micro-batches of {row['micro_batch']:,} "
-        f"({layout})"
-    )
+    train = config.train.model_copy(update=changes)
+    sizes = f"micro-batches of {row['micro_batch']:,} ({layout})"
     return Largest(
-        batch, row["micro_batch"], copies, seconds, work.tokens / seconds, float(prediction.peak[0]) / GIB,
-        layout, sentence, job
-    )  # fmt: skip
+        global_batch=batch,
+        micro_batch=row["micro_batch"],
+        data_parallel=copies,
+        step_seconds=seconds,
+        tokens_per_second=work.tokens / seconds,
+        peak_gib=float(prediction.peak[0]) / GIB,
+        layout=layout,
+        sentence=f"{batch:,} sequences a step fit without accumulation, in {sizes}",
+        job=config.model_copy(update={"layout": space.layout(0), "train": train}),
+    )

@@ -1,10 +1,10 @@
-"""`layout = "auto+lossy"`: a search that may choose a codec for gradients too, where that pays.
+"""`layout = "auto+lossy"`: a search that may also choose a codec for gradients, where that makes a step
+quicker.
 
-Compression changes the numbers, so no search chooses it unless the job says so. Then every codec that is
-proposed (search/slow_links.py) is searched for by itself, over all layouts: on a slow link the best layout
-without compression may be one that hardly uses the data axis, and the best with it one that does. That takes
-as many searches as there are codecs. The quickest is taken if it makes the step at least a tenth quicker than
-the best without.
+Compression changes the numbers, so no search chooses it unless the job says so. Then one search over all
+layouts is made for each proposed codec (search/slow_links.py). On a slow link the best layout without
+compression may be one that hardly uses the data axis, and the best with it one that does. The quickest codec
+is taken if it makes the step at least a tenth quicker than the best layout without one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shardwise.search.slow_links import CODECS, WORTHWHILE, exposed_share, worth
 
 @dataclass(frozen=True)
 class Searched:
-    """A job whose compression is decided, and what a search found for it."""
+    """A job whose compression is decided, and the result of its search."""
 
     config: Config
     result: SearchResult
     why: str | None
-    """Why it is compressed so, or not; None: the search had no say in it."""
+    """Why the codec was chosen, or none was; None if the search did not decide it."""
 
 
 def search_job(config: Config, cluster: Cluster, devices: int) -> Searched:
-    """Search for the best layout, and where the job leaves it to the planner, for a codec."""
+    """Search for the best layout, and if the job leaves that to the planner, for the best codec."""
     if config.layout.compression != AUTO:
         return Searched(config, search(config, cluster, devices), None)
     plain = _without(config)
@@ -38,13 +38,13 @@ def search_job(config: Config, cluster: Cluster, devices: int) -> Searched:
     if not len(without.order):
         return Searched(plain, without, None)
     jobs = {name: _with(config, name) for name in CODECS}
-    found = {name: search(job, cluster, devices) for name, job in jobs.items()}
-    seconds = {name: _seconds(result) for name, result in found.items() if len(result.order)}
+    results = {name: search(job, cluster, devices) for name, job in jobs.items()}
+    seconds = {name: _seconds(result) for name, result in results.items() if len(result.order)}
     codec = worthwhile(seconds, _seconds(without))
     if codec is None:
         return Searched(plain, without, _why_not(without, seconds))
     why = f"{_seconds(without) / seconds[codec]:.3g} times quicker on this link; changes the numbers"
-    return Searched(jobs[codec], found[codec], why)
+    return Searched(jobs[codec], results[codec], why)
 
 
 def _with(config: Config, codec: str) -> Config:
@@ -52,7 +52,7 @@ def _with(config: Config, codec: str) -> Config:
 
 
 def _without(config: Config) -> Config:
-    """The job with no word of compression."""
+    """Return the job without its settings of compression."""
     given = config.layout.model_dump(exclude_unset=True, exclude=set(SETTINGS))
     return config.model_copy(update={"layout": Layout(**given)})
 
@@ -62,9 +62,9 @@ def _seconds(result: SearchResult) -> float:
 
 
 def _why_not(without: SearchResult, seconds: Mapping[str, float]) -> str:
-    """In words, that no codec pays."""
+    """Return in words why no codec is worth its cost."""
     share = exposed_share(without)
-    if share <= 1 - 1 / WORTHWHILE:  # to send nothing would not be enough
+    if share <= 1 - 1 / WORTHWHILE:  # even sending nothing would not be enough
         return f"would not pay, the step waits only {share:.1%} for the data axis"
     if not seconds:
         return "no codec fits in memory under any layout"

@@ -1,8 +1,8 @@
-"""Why a layout wins, what the next best loses on, and by how much nothing fits: the sentences of an answer.
+"""The sentences of an answer: why a layout wins, where the next best loses, and by how much nothing fits.
 
-Reasons are found by asking again. Without tensor parallelism, what would be the best, and would it fit? The
-same for the pipeline, for sharding, for recomputation. What the answer costs without each is the reason for
-having it.
+Reasons come from further questions to the search. Without tensor parallelism, which layout would be the best,
+and would it fit? The same is asked of the pipeline, of sharding and of recomputation. The cost of leaving out
+each is the reason for having it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from shardwise.units import GIB
 from shardwise.words import counted
 
 TRIED = 64
-"""Other numbers of devices that are tried where no layout is possible on the one asked for."""
+"""How many other numbers of devices are tried if no layout is possible on the requested one."""
 
 
 def describe_layout(row: Mapping[str, int]) -> str:
-    """A layout in a few words."""
+    """Return a layout in a few words."""
     more = [f"zero {row['zero']}"] if row["zero"] else []
     if row["pipeline"] > 1:
         name = SCHEDULES[row["schedule"]]
         stages = f" x{row['stages_per_rank']}" if SCHEDULE_FACTS[name].is_interleaved else ""
         more.append(name + stages)
     if row["recompute"]:
-        name = RECOMPUTE[row["recompute"]]
+        mode = RECOMPUTE[row["recompute"]]
+        but_attention = row["recompute"] == BUT_ATTENTION
         more.append(
-            f"recomputation of {name.replace('-', ' ')}"
-            if row["recompute"] == BUT_ATTENTION
-            else f"{name} recomputation"
+            f"recomputation of {mode.replace('-', ' ')}" if but_attention else f"{mode} recomputation"
         )
     if row["offload"]:
         more.append("offloaded")
@@ -46,7 +45,7 @@ def describe_layout(row: Mapping[str, int]) -> str:
 
 
 def loses_on(result: SearchResult, best: int, other: int) -> str:
-    """What the other candidate takes longer for, in a sentence."""
+    """Return what the other candidate takes longer for, in a sentence."""
     winner, rival = result.prediction(best), result.prediction(other)
     more = {name: float(rival.seconds[name][0] - winner.seconds[name][0]) for name in winner.seconds}
     worst = sorted((name for name in more if more[name] > 0), key=lambda name: -more[name])[:2]
@@ -58,62 +57,60 @@ def loses_on(result: SearchResult, best: int, other: int) -> str:
 
 
 def best_layout(result: SearchResult) -> str:
-    """The winner's layout in a few words."""
+    """Return the winner's layout in a few words."""
     return describe_layout(result.space.row(int(result.order[0])))
 
 
 def count_devices(number: int) -> str:
-    """So many devices, in words."""
+    """Return a number of devices in words."""
     return counted(number, "device")
 
 
 _TERMS = {
-    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise kernels",
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "elementwise kernels",
     "launch": "starting kernels",
-    "recompute": "recomputation", "optimizer": "the optimizer", "bubble": "the pipeline's bubble",
+    "recompute": "recomputation",
+    "optimizer": "the optimizer",
+    "bubble": "the pipeline's bubble",
     "imbalance": "uneven stages",
-    "tensor": "tensor collectives", "context": "context exchange", "expert": "sending tokens to experts",
-    "data": "gathers and gradient sums", "replica": "joining replicas",
+    "tensor": "tensor collectives",
+    "context": "context exchange",
+    "expert": "sending tokens to experts",
+    "data": "gathers and gradient sums",
+    "replica": "joining replicas",
     "pipeline_sends": "messages between stages",
-    "links": "links that are busy for longer", "offload": "moving states to the host",
-}  # fmt: skip
+    "links": "links that are busy for longer",
+    "offload": "moving states to the host",
+}
 
 
 def describe_term(term: str) -> str:
-    """A term of a step in words."""
+    """Return a term of a step in words."""
     return _TERMS.get(term, term)
 
 
 def format_seconds(value: float) -> str:
-    """So many seconds, in a unit that reads well."""
-    return (
-        f"{value:.2f} s"
-        if value >= 1
-        else f"{1e3 * value:.1f} ms"
-        if value >= 1e-3
-        else f"{1e6 * value:.0f} us"
-    )
+    """Return seconds in a unit that is easy to read."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"
 
 
 def reason(result: SearchResult, best: int) -> str:
-    """Why the winner, in one line."""
+    """Return why the winner wins, in one line."""
     row, prediction = result.space.row(best), result.prediction(best)
     peak, total = float(prediction.peak[0]) / GIB, float(prediction.total[0])
-    text = (
-        f"{describe_layout(row)}: {format_seconds(total)} a step and {peak:.3g} of "
-        f"{result.limit / GIB:.3g} GiB"
-    )
+    memory = f"{peak:.3g} of {result.limit / GIB:.3g} GiB"
+    text = f"{describe_layout(row)}: {format_seconds(total)} a step and {memory}"
     if len(result.order) == 1:
-        return (
-            f"{text}, the only layout that fits"
-            if len(result.space) > 1
-            else f"{text}, the only layout there is"
-        )
+        return f"{text}, the only layout that {'fits' if len(result.space) > 1 else 'exists'}"
     return f"{text}, the quickest of {len(result.order):,} candidates that fit"
 
 
 def binding(config: Config, result: SearchResult, best: int) -> list[str]:
-    """What holds the winner where it is: why each axis is there, what memory forces, which degrees are
+    """Return what limits the winner: why each axis is there, what memory forces, which degrees are
     refused."""
     row = result.space.row(best)
     sentences = [_needed(result, best, axis) for axis in (*MODEL_AXES, "replica") if row[axis] > 1]
@@ -127,50 +124,41 @@ def binding(config: Config, result: SearchResult, best: int) -> list[str]:
 
 
 def _of_the_host(result: SearchResult, index: int) -> str:
-    """How much of a node's own memory offloaded states take."""
+    """Return in words how much of a node's own memory offloaded states take."""
     taken, allowed = (f"{size / GIB:,.0f}" for size in (result.host[index], result.host_limit))
     return f"states take {taken} of the {allowed} GiB that a plan may use of a node's own memory"
 
 
 def _simpler(result: SearchResult, best: int) -> list[str]:
-    """A layout with less that can go wrong, if it is nearly as quick."""
+    """Return a sentence about a simpler layout, if one is nearly as quick."""
     other = simpler(result)
     if other is None:
         return []
     slower = float(result.prediction(other).total[0] / result.prediction(best).total[0] - 1)
-    return [
-        f"simpler: {describe_layout(result.space.row(other))}, {slower:.1%} slower, which is less than the "
-        f"model is accurate"
-    ]
+    layout = describe_layout(result.space.row(other))
+    return [f"simpler: {layout}, {slower:.1%} slower, which is less than the model is accurate"]
 
 
 def _needed(result: SearchResult, best: int, field: str) -> str:
-    """Why a choice was made: what is lost without it, or by how much nothing fits."""
+    """Return why a choice was made: what is lost without it, or by how much nothing fits."""
     values = getattr(result.space, field)
     least = 0 if field in ("zero", "recompute", "offload") else 1
     without = np.flatnonzero(values == least)
     name = {"zero": "sharding (zero)", "recompute": "recomputation"}.get(field, field)
     if field in result.fixed:
-        return (
-            f"{name} is as asked"
-            if field == "offload"
-            else f"{name} is {_value(field, int(values[best]))} as asked"
-        )
+        value = "" if field == "offload" else f"{_value(field, int(values[best]))} "
+        return f"{name} is {value}as asked"
     if not len(without):
         return f"{name} is used by every layout that the job's sizes allow"
     fitting = without[result.fits[without]]
     if not len(fitting):
-        short = float(result.peak[without].min()) / GIB
-        return (
-            f"{name} is needed: without it the smallest layout takes {short:,.1f} GiB of "
-            f"{result.limit / GIB:,.1f} GiB"
-        )
+        least_gib, limit_gib = float(result.peak[without].min()) / GIB, result.limit / GIB
+        needs = f"the smallest layout takes {least_gib:,.1f} GiB of {limit_gib:,.1f} GiB"
+        return f"{name} is needed: without it {needs}"
     slower = float(result.total[fitting].min() / result.total[best] - 1)
-    return (
-        f"{name} saves time: the best without it is {slower:.1%} slower"
-        if slower > 0
-        else f"{name} is a near tie with none"
-    )
+    if slower > 0:
+        return f"{name} saves time: the best without it is {slower:.1%} slower"
+    return f"{name} is a near tie with none"
 
 
 def _value(field: str, value: int) -> str:
@@ -178,7 +166,7 @@ def _value(field: str, value: int) -> str:
 
 
 def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
-    """The next tensor degree, if the model's heads or its vocabulary refuse it."""
+    """Return why the next tensor degree is refused, if the model's heads or its vocabulary refuse it."""
     next_degree = Layout(tensor=2 * row["tensor"])  # type: ignore[call-arg]
     job = JobTables(config.model, config.data, config.train, next_degree)
     broken = islice(broken_rules(TENSOR, job), 1)
@@ -186,7 +174,7 @@ def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
 
 
 def _largest(result: SearchResult, best: int) -> str:
-    """What the step spends most on beside its products, and how full memory is."""
+    """Return what takes most time beside matrix products and attention, and how full memory is."""
     prediction = result.prediction(best)
     total, peak = float(prediction.total[0]), float(prediction.peak[0])
     others = {
@@ -197,16 +185,16 @@ def _largest(result: SearchResult, best: int) -> str:
     worst = max(others, key=lambda name: others[name])
     kinds = {name: float(value[0]) for name, value in prediction.memory.items()}
     fullest = max(kinds, key=lambda name: kinds[name])
+    most_time = f"{describe_term(worst)} ({others[worst] / total:.1%} of the step)"
+    most_memory = f"{fullest} ({kinds[fullest] / peak:.0%})"
     return (
-        f"beside products and attention most time goes to {describe_term(worst)} "
-        f"({others[worst] / total:.1%} of the step); "
-        f"memory is {peak / result.limit:.0%} of what a plan may use, most of it {fullest} "
-        f"({kinds[fullest] / peak:.0%})"
+        f"beside products and attention most time goes to {most_time}; "
+        f"memory is {peak / result.limit:.0%} of what a plan may use, most of it {most_memory}"
     )
 
 
 def _impossible(result: SearchResult) -> str:
-    """Why there is not one layout: what was refused and how often, or degrees that do not multiply to the
+    """Return why there is no layout: what was refused and how often, or degrees that do not divide the
     devices."""
     if result.refused:
         return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
@@ -216,66 +204,51 @@ def _impossible(result: SearchResult) -> str:
 
 
 def _other_devices(config: Config, result: SearchResult) -> str:
-    """The nearest numbers of devices, fewer and more, on which there are layouts."""
-    counts = range(1, 2 * result.devices + 8)
-    near = sorted(
-        (count for count in counts if count != result.devices), key=lambda count: abs(count - result.devices)
-    )[:TRIED]
+    """Return the nearest numbers of devices, fewer and more, on which there are layouts."""
+    asked = result.devices
+    counts = [count for count in range(1, 2 * asked + 8) if count != asked]
+    near = sorted(counts, key=lambda count: abs(count - asked))[:TRIED]
     works = [count for count in near if len(candidates(config, count, result.fixed).space)]
-    fewer, more = (
-        [count for count in works if count < result.devices],
-        [count for count in works if count > result.devices],
-    )
-    nearest = " or ".join(f"{count:,}" for count in (*fewer[:1], *more[:1]))
-    others = f"there are some on {nearest} devices (cluster.devices)" if nearest else ""
-    return (
-        others
-        or "change the batch (train.global_batch, train.micro_batch), data.sequence_length, or what [layout] "
-        "asks for"
-    )
+    fewer = [count for count in works if count < asked]
+    more = [count for count in works if count > asked]
+    if nearest := " or ".join(f"{count:,}" for count in (*fewer[:1], *more[:1])):
+        return f"there are some on {nearest} devices (cluster.devices)"
+    batch = "the batch (train.global_batch, train.micro_batch)"
+    return f"change {batch}, data.sequence_length, or what [layout] asks for"
 
 
 def nothing_fits(config: Config, result: SearchResult) -> list[str]:
-    """By how much nothing fits, and what would."""
+    """Return by how much nothing fits, and what would fit."""
     if not len(result.space):
         return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
     if (result.peak <= result.limit).any():  # then what is missing is memory of the hosts
         least = int(np.argmin(np.where(result.peak <= result.limit, result.host, np.inf)))
-        needs = (
-            f"{describe_layout(result.space.row(least))} fits on the devices, but its "
-            f"{_of_the_host(result, least)}"
-        )
-        return [
-            f"nothing fits: {needs}; use more nodes, or a cluster.file with the host_memory_gib that "
-            f"they have"
-        ]
+        layout = describe_layout(result.space.row(least))
+        needs = f"{layout} fits on the devices, but its {_of_the_host(result, least)}"
+        advice = "use more nodes, or a cluster.file with the host_memory_gib that they have"
+        return [f"nothing fits: {needs}; {advice}"]
     least = int(np.argmin(result.peak))
     peak, allowed = float(result.peak[least]), result.limit
-    prediction = result.prediction(least)
-    kinds = {name: float(value[0]) for name, value in prediction.memory.items()}
-    fullest = max(kinds, key=lambda name: kinds[name])
-    devices = result.devices
-    missing = (
-        f"{peak / GIB:,.1f} GiB, {(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a "
-        f"plan may use"
-    )
+    excess = f"{(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a plan may use"
+    layout = describe_layout(result.space.row(least))
     smallest = (
-        f"the smallest of {len(result.space):,} layouts ({describe_layout(result.space.row(least))}) takes "
-        f"{missing}"
+        f"the smallest of {len(result.space):,} layouts ({layout}) takes {peak / GIB:,.1f} GiB, {excess}"
     )
+    return [f"nothing fits: {smallest}; {_memory_advice(result, least)}"]
+
+
+def _memory_advice(result: SearchResult, least: int) -> str:
+    """Return what to change, by what takes most of the memory of the smallest layout."""
+    memory = result.prediction(least).memory
+    kinds = {name: float(value[0]) for name, value in memory.items()}
+    fullest = max(kinds, key=lambda name: kinds[name])
     states = sum(kinds[name] for name in ("weights", "gradients", "optimizer"))
-    room = allowed - (peak - states)
+    room = result.limit - (float(result.peak[least]) - states)
     if fullest in ("weights", "gradients", "optimizer") and room > 0:
-        more = devices * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
-        advice = (
-            f"most of it is model states: use about {more:,} devices, train.state_dtype=bfloat16, or "
-            f"layout.offload=true"
-        )
-    elif fullest in ("activations", "logits"):
-        advice = (
-            "most of it is activations: use a shorter data.sequence_length, train.recompute=full, or more "
-            "devices"
-        )
-    else:
-        advice = "use more devices, a larger device, or a smaller model"
-    return [f"nothing fits: {smallest}; {advice}"]
+        more = result.devices * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
+        changes = f"about {more:,} devices, train.state_dtype=bfloat16, or layout.offload=true"
+        return f"most of it is model states: use {changes}"
+    if fullest in ("activations", "logits"):
+        changes = "a shorter data.sequence_length, train.recompute=full, or more devices"
+        return f"most of it is activations: use {changes}"
+    return "use more devices, a larger device, or a smaller model"

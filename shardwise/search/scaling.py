@@ -1,18 +1,18 @@
-"""Scaling curves: the best layout on each of several device counts, how much of the ideal is left, and which
-term took the rest.
+"""Scaling curves: the best layout on each of several device counts, its efficiency, and which term costs most
+of the rest.
 
 *Strong* scaling trains the same global batch on more devices: each has less to do, and what does not shrink
-(exposed communication, the update, the pipeline's bubble) is a growing share of the step. *Weak* scaling
-gives each device the same work, so the global batch grows with the devices. Every count gets its own search:
-the layout that is best on 8 devices is seldom the one for 4,096.
+(exposed communication, the update, the pipeline's bubble) is a growing part of the step. *Weak* scaling gives
+each device the same work, so the global batch grows with the devices. Every count gets its own search: the
+best layout on 8 devices is seldom the best on 4,096.
 
-Efficiency is tokens a second and device, over that of the smallest count on which the job works. It may be
-above 1: more devices leave more memory to each, and what was recomputed or offloaded need not be any longer.
-The term that breaks a curve is the one whose share of the step grew most since that smallest count.
+Efficiency is tokens per second and device, over that of the smallest count on which the job works. It may be
+above 1: with more devices each has more free memory, and what was recomputed or offloaded need not be any
+longer. The term that breaks a curve is the one whose part of the step grew most since that smallest count.
 
-No bound of Amdahl's kind is told: it needs a part of the step that more devices cannot shorten, and under
-another layout on each count every part can be (sums by sharding, the bubble by fewer stages, the update by
-both).
+No bound like that of Amdahl's law is given. It needs a part of the step that more devices cannot shorten.
+With another layout on each count every part can be shortened: sums by sharding, the bubble by fewer stages,
+the update by both.
 """
 
 from __future__ import annotations
@@ -27,42 +27,44 @@ from shardwise.search.reasons import best_layout, nothing_fits
 from shardwise.search.search import search
 
 _PRODUCTS = ("matmul", "attention")
-"""What a step is for: their share grows where the rest gets better."""
+"""The useful terms of a step. They never count as the term that breaks a curve, because their part grows
+where the rest gets better."""
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One device count of a curve: what its best layout does, or why there is none."""
 
     devices: int
     global_batch: int | None
-    """Sequences a step; None where the batch cannot be divided as asked."""
+    """Sequences per step; None if the batch cannot be divided as asked."""
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     efficiency: float | None = None
-    """Tokens a second and device, over those of the smallest count that works."""
+    """Tokens per second and device, over those of the smallest count that works."""
     layout: str | None = None
     breaks: str | None = None
-    """The term whose share of the step grew most since the smallest count that works; None there, and where
-    none grew."""
+    """The term whose part of the step grew most since the smallest count that works; None at that count, and
+    where none grew."""
     reason: str | None = None
-    """Why nothing runs here."""
+    """Why no layout works on this count; None if one does."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of the step, by term."""
+    """Seconds of the step, by term."""
 
     @property
     def works(self) -> bool:
-        """Whether a layout fits."""
+        """Whether a layout works on this count."""
         return self.reason is None
 
 
-def strong(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[Point]:
-    """The job as it is on each number of devices."""
+def strong(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[ScalingPoint]:
+    """Return the curve of the unchanged job over these numbers of devices."""
     return _curve([_point(config, cluster, devices) for devices in _ascending(counts)])
 
 
-def weak(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[Point]:
-    """The job with a global batch in proportion to the devices; on the smallest count it is the job's own."""
+def weak(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[ScalingPoint]:
+    """Return the curve of the job with a global batch in proportion to the devices; on the smallest count it
+    is the job's own."""
     ascending = _ascending(counts)
     return _curve([_grown(config, cluster, devices, ascending[0]) for devices in ascending])
 
@@ -74,11 +76,11 @@ def _ascending(counts: Sequence[int]) -> list[int]:
     return sorted(set(counts))
 
 
-def _grown(config: Config, cluster: Cluster, devices: int, first: int) -> Point:
+def _grown(config: Config, cluster: Cluster, devices: int, first: int) -> ScalingPoint:
     batch, rest = divmod(config.train.global_batch * devices, first)
     if rest:
         share = f"{config.train.global_batch} sequences on {first} devices"
-        return Point(devices, None, reason=f"{share} are not a whole number on {devices}")
+        return ScalingPoint(devices, None, reason=f"{share} are not a whole number on {devices}")
     return _point(_with_batch(config, batch), cluster, devices)
 
 
@@ -86,26 +88,26 @@ def _with_batch(config: Config, batch: int) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": batch})})
 
 
-def _point(config: Config, cluster: Cluster, devices: int) -> Point:
+def _point(config: Config, cluster: Cluster, devices: int) -> ScalingPoint:
     result = search(config, cluster.of(devices), devices)
     batch = config.train.global_batch
     if not len(result.order):
-        return Point(devices, batch, reason=nothing_fits(config, result)[0])
+        return ScalingPoint(devices, batch, reason=nothing_fits(config, result)[0])
     best = int(result.order[0])
     seconds = {name: float(value[0]) for name, value in result.prediction(best).seconds.items()}
     total = sum(seconds.values())
-    return Point(
+    return ScalingPoint(
         devices, batch, total, result.work.tokens / total, layout=best_layout(result), seconds=seconds
     )
 
 
-def _curve(points: list[Point]) -> list[Point]:
-    """The points held against the first that works."""
+def _curve(points: list[ScalingPoint]) -> list[ScalingPoint]:
+    """Return the points with efficiency relative to the first that works."""
     first = next((point for point in points if point.works), None)
     return points if first is None else [_against(first, point) for point in points]
 
 
-def _against(first: Point, point: Point) -> Point:
+def _against(first: ScalingPoint, point: ScalingPoint) -> ScalingPoint:
     if point.tokens_per_second is None or first.tokens_per_second is None:
         return point
     efficiency = point.tokens_per_second / point.devices / (first.tokens_per_second / first.devices)
@@ -117,7 +119,7 @@ def _against(first: Point, point: Point) -> Point:
 
 
 def _grew_most(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
-    """The term whose share of the sum grew most, if any grew."""
+    """Return the term whose part of the sum grew most, if any grew."""
     old, new = sum(before.values()), sum(after.values())
     growth = {
         name: seconds / new - before.get(name, 0.0) / old

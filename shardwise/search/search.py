@@ -1,11 +1,10 @@
-"""The best layout: cost every candidate, keep what fits, and play the pipelines that could win.
+"""Find the best layout: cost every candidate, keep what fits, and simulate the pipelines that could win.
 
-All candidates are costed by closed forms, which take stages for equal, and by a bound below which no pipeline
-can be played. In the order of their bounds they are then costed with their own schedule, action by action,
-and stages as they will be cut, until the next bound is above the best found: so the winner is the quickest of
-all, and a better cluster never has a slower one. Of equally quick layouts the one with the fewest moving
-parts wins, because every axis is one more thing that can go wrong; a simpler one within `NEAR` is told of,
-not taken.
+All candidates are costed by closed forms, which assume equal stages, and by a lower bound on the time of a
+pipeline. In the order of their bounds they are then simulated with their own schedule, action by action, and
+with their actual stages, until the next bound is above the best time so far. So the winner is the quickest of
+all, and a better cluster never has a slower winner. Of equally quick layouts the simplest wins, because every
+axis is one more thing that can go wrong. A simpler one within `NEAR` is mentioned, not taken.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import Array, Ints, Space, Work, take
+from shardwise.cost.space import Array, Bools, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
@@ -35,18 +34,18 @@ from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
 BESIDE_DATA = tuple(axis for axis in AXES if axis != "data")
-"""Axes that tell kinds of layouts apart: what they leave of the devices is the data axis."""
+"""Axes that distinguish kinds of layouts. The data axis takes the devices that these leave."""
 NEAR = 0.02
-"""Differences that are less than the model is accurate."""
+"""Relative differences below the accuracy of the model."""
 EQUAL = 1e-9
-"""Differences that come from the order of additions."""
+"""Relative differences that come from the order of additions."""
 AT_FIRST = 16
-"""Pipelines that are played before the next bound is looked at; then twice as many, and so on."""
+"""Number of pipelines that are simulated before the next bound is checked; then twice as many, and so on."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. `order` lists the candidates that fit, best first; its first is the winner."""
+    """The result of a search. `order` lists the candidates that fit, best first; the first is the winner."""
 
     work: Work
     cluster: Cluster
@@ -55,41 +54,42 @@ class SearchResult:
     total: Array
     peak: Array
     host: Array
-    """Bytes of a node's own memory."""
+    """Bytes of a node's own memory that each candidate takes."""
     order: Ints
     margin: float
     refused: dict[str, int]
     seconds: float
     fixed: Mapping[str, Any]
     played: Ints
-    """The pipelines that could win, costed with their own schedules."""
+    """The pipelines that could win, which were simulated with their own schedules."""
 
     @property
     def limit(self) -> float:
-        """Bytes a plan may use of each device."""
+        """Bytes that a plan may use of each device."""
         return limit(self.cluster, self.margin, self.devices)
 
     @property
     def host_limit(self) -> float:
-        """Bytes a plan may use of each node's own memory."""
+        """Bytes that a plan may use of each node's own memory."""
         return host_limit(self.cluster, self.margin)
 
     @property
-    def fits(self) -> Any:
-        """Which candidates do."""
+    def fits(self) -> Bools:
+        """Whether each candidate fits."""
         return self.holds(self.peak, self.host)
 
-    def holds(self, peak: Any, host: Any) -> Any:
-        """Whether there is room for so many bytes on a device and on its node's host."""
-        return (peak <= self.limit) & (host <= self.host_limit)
+    def holds(self, peak: Array, host: Array) -> Bools:
+        """Return whether this many bytes fit on a device and on the host of its node."""
+        fits: Bools = (peak <= self.limit) & (host <= self.host_limit)
+        return fits
 
     def prediction(self, index: int) -> Prediction:
-        """One candidate's, term by term."""
+        """Return the prediction of one candidate, term by term."""
         return play(self.work, self.space.take([index]), self.cluster)
 
 
 def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
-    """What a step of this job computes; `bucket_bytes` as in its plan."""
+    """Return what a step of this job computes. `bucket_bytes` is that of its plan."""
     train = config.train
     if problems := list(unknown_patterns(config.model, train)):
         raise ConfigError("the job", problems)
@@ -114,23 +114,22 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:
-    """Bytes that one device may use."""
+    """Return the bytes that one device may use."""
     sharing = min(devices, cluster.devices_per_node) if cluster.shared else 1
     return cluster.device.memory / sharing * (1 - margin)
 
 
 def host_limit(cluster: Cluster, margin: float) -> float:
-    """Bytes that the devices of a node may use of its own memory."""
+    """Return the bytes that the devices of a node may use of its own memory."""
     return cluster.host_memory * (1 - margin)
 
 
 def check_countable(config: Config) -> None:
-    """Refuse what cannot be planned for on any cluster."""
+    """Refuse a job that the planner cannot handle on any cluster."""
     if config.model.module is not None:
         raise UserError(
-            "model.module: the planner knows the transformer of [model] and cannot count a module of "
-            "your own; "
-            "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
+            "model.module: the planner knows the transformer of [model] and cannot count a module of your "
+            "own; leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
     if not driver_of(config).lockstep:
         raise UserError(
@@ -140,7 +139,7 @@ def check_countable(config: Config) -> None:
 
 
 def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:
-    """Cost every layout of this job on so many devices of the cluster."""
+    """Cost every layout of this job on this many devices of the cluster."""
     started, margin = time.perf_counter(), config.cluster.margin
     check_countable(config)
     fixed, work = fixed_fields(config), work_of(config)
@@ -150,7 +149,7 @@ def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:
 
 
 def offloads(cluster: Cluster) -> bool:
-    """Whether devices have a memory of their own, beside which there is the host's."""
+    """Return whether devices have their own memory beside that of the host."""
     return cluster.device.overlap > 0
 
 
@@ -164,12 +163,10 @@ def _costed(
     devices: int,
 ) -> SearchResult:
     total, least, peak, host = _cost(work, space, cluster)
-    fitting = np.flatnonzero(
-        (peak <= limit(cluster, margin, devices)) & (host <= host_limit(cluster, margin))
-    )
-    played = _played_to_the_best(
-        work, space, cluster, total, fitting[np.argsort(least[fitting], kind="stable")], least
-    )
+    on_devices, on_hosts = peak <= limit(cluster, margin, devices), host <= host_limit(cluster, margin)
+    fitting = np.flatnonzero(on_devices & on_hosts)
+    by_bound = fitting[np.argsort(least[fitting], kind="stable")]
+    played = _played_to_the_best(work, space, cluster, total, by_bound, least)
     order = _simplest_first(space, total, fitting[np.argsort(total[fitting], kind="stable")])
     return SearchResult(
         work, cluster, devices, space, total, peak, host, order, margin, refused, 0.0, fixed, played
@@ -177,10 +174,13 @@ def _costed(
 
 
 def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array, Array, Array]:
-    """Seconds of every candidate, the least they can be, and bytes of devices and hosts; nothing else of a
-    prediction is kept, which of a million would be gigabytes."""
+    """Return the seconds of every candidate, their lower bounds, and the bytes of devices and hosts.
+
+    Nothing else of a prediction is kept, because for a million candidates it would take gigabytes.
+    """
     predictions = (predict(work, part, cluster, SHARDWISE) for part in space.parts())
-    columns = zip(*((found.total, found.least, found.peak, found.host) for found in predictions), strict=True)
+    rows = ((part.total, part.least, part.peak, part.host) for part in predictions)
+    columns = zip(*rows, strict=True)
     total, least, peak, host = (np.concatenate(column) for column in columns)
     return np.maximum(total, least), least, peak, host
 
@@ -188,8 +188,10 @@ def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array, Arr
 def _played_to_the_best(
     work: Work, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array
 ) -> Ints:
-    """Of candidates in the order of their bounds, the pipelines that could be the quickest: played through,
-    with `total` set to what that takes."""
+    """Simulate the pipelines that could be the quickest, in the order of their bounds, and return them.
+
+    `total` is set to the simulated seconds.
+    """
     alone = space.pipeline[order] == 1
     pipelines, quickest = order[~alone], float(np.min(total[order[alone]], initial=np.inf))
     start, size = 0, AT_FIRST
@@ -203,7 +205,7 @@ def _played_to_the_best(
 
 
 def _simplest_first(space: Space, total: Array, order: Ints) -> Ints:
-    """Put the simplest of the ties in front."""
+    """Return the order with the simplest of the equally quick candidates in front."""
     if not len(order):
         return order
     tied = order[: np.searchsorted(total[order], (1 + EQUAL) * total[order[0]], side="right")]
@@ -212,8 +214,8 @@ def _simplest_first(space: Space, total: Array, order: Ints) -> Ints:
 
 
 def simpler(result: SearchResult) -> int | None:
-    """Of the candidates that take hardly longer than the winner, the one with the fewest moving parts, if
-    they are fewer."""
+    """Return the simplest of the candidates that are nearly as quick as the winner, if it is simpler than the
+    winner."""
     best, total = result.order[0], result.total[result.order]
     near = result.order[: np.searchsorted(total[1:], (1 + NEAR) * total[0]) + 1]  # all but the winner ascend
     parts = [moving_parts(result.space.row(int(index))) for index in near]
@@ -222,7 +224,7 @@ def simpler(result: SearchResult) -> int | None:
 
 
 def moving_parts(row: Mapping[str, int]) -> float:
-    """How much can go wrong: axes in use, states sharded, special schedules, work done again."""
+    """Return a measure of complexity: axes in use, states sharded, special schedules, work done again."""
     axes = sum(row[axis] > 1 for axis in BESIDE_DATA)
     schedule = SCHEDULE_FACTS[SCHEDULES[row["schedule"]]].moving_parts if row["pipeline"] > 1 else 0.0
     return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
@@ -232,7 +234,7 @@ def moving_parts(row: Mapping[str, int]) -> float:
 
 
 def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
-    """A prediction whose pipelines are played through as they will run, with stages cut as they will be."""
+    """Return a prediction whose pipelines are simulated as they will run, with their actual stages."""
     closed = predict(work, space, cluster, SHARDWISE)
     pipelines = np.flatnonzero(space.pipeline > 1)
     if not len(pipelines):
@@ -247,7 +249,7 @@ def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
 
 
 def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[float, float]:
-    """Seconds of a pipeline, and of its busiest rank's own work."""
+    """Return the seconds of a pipeline, and of its busiest rank's own work."""
     row = space.row(index)
     stage = [
         count * float(closed.block_seconds[index])
@@ -259,9 +261,10 @@ def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[fl
 
 
 def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, float]:
-    """Seconds from the first action to the last, and of the busiest rank's own work. Beyond a few rounds
-    every micro-batch adds what the busiest rank takes, so no more than those are played; the last round is as
-    incomplete as it will be.
+    """Return the seconds from the first action to the last, and of the busiest rank's own work.
+
+    After a few rounds every micro-batch adds what the busiest rank takes, so only a few rounds are simulated.
+    The last round is as incomplete as it will be.
     """
     few = min(row["accumulation"], 2 * row["pipeline"] + row["accumulation"] % row["pipeline"])
     played = _programme(SCHEDULES[row["schedule"]], row["pipeline"], few, row["stages_per_rank"])

@@ -1,19 +1,20 @@
-"""What compressed gradients and rarer exchanges would give where links are slow, as choices beside a search's
-winner.
+"""Cost compressed gradients and rarer exchanges on slow links, as alternatives to the winner of a search.
 
-Data-parallel devices agree on a gradient in every step: 4 bytes a parameter, about twice over the wire. On
-NVLink that hides behind the backward pass; on Ethernet it may be most of the step. Two families send less:
+Data-parallel devices agree on a gradient in every step: 4 bytes per parameter, sent about twice. On NVLink
+that hides behind the backward pass; on Ethernet it may be most of the step. Two families of methods send
+less:
 
-- compression: a codec of shardwise/codecs, which `layout.compression` names. Fewer bits a value, fewer
+- compression: a codec of shardwise/codecs, which `layout.compression` names. Fewer bits per value, fewer
   values, or two thin factors of each matrix. What a step leaves out is kept as a *residual* and added to the
-  next gradient; that takes 4 bytes a parameter, and encoding takes time of its own (cost/codec_work.py).
+  next gradient; that takes 4 bytes per parameter, and encoding takes time of its own (cost/codec_work.py).
 - rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let
   each group take H steps alone and then average the parameters: 4 bytes a parameter once in H steps. A group
   holds the whole model, so what ZeRO shared over all devices must fit into fewer.
 
-Each is costed by the model of the step with its own flows in place of the gradients': what the backward pass
-hides still hides. None of them computes the gradient of the plain job, so none is chosen by the search unless
-the job accepts it (search/lossy.py). Those that would be slower are listed too: on quick links most are.
+Each is costed by the model of the step with its own traffic in place of the gradients': what the backward
+pass hides is still hidden. None of them computes the gradient of the plain job, so the search chooses none
+unless the job accepts it (search/lossy.py). Those that would be slower are listed too; on quick links most
+are.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from shardwise.search.requirements import wire_bytes
 from shardwise.search.search import NEAR, SearchResult
 
 WORTHWHILE = 1.1
-"""How many times quicker a step must become for a codec to be worth its risk."""
+"""Factor by which a step must become quicker for a codec to be worth its risk."""
 OUTER_EVERY = int(SECTIONS["local"].model_fields["sync_every"].default)
-"""Steps between two exchanges of groups that train by themselves."""
+"""Number of steps between two exchanges of groups that train by themselves."""
 _OUTER_BYTES = 8.0
-"""For each parameter averaged: its value at the last average, and the outer momentum."""
+"""Bytes for each averaged parameter: its value at the last average, and the outer momentum."""
 _DATA = ("data", "replica")
 _WAITS = (*_DATA, "links")
 """Terms of a step that shrink with what the data axis sends."""
 PLAIN = "none"
-"""The name of the alternative to a job's codec that compresses nothing."""
+"""Name of the alternative that compresses nothing, where the job has a codec."""
 _LATER = "what is left out is added to the next gradient"
 CODECS = {
     "bfloat16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
@@ -58,30 +59,30 @@ CODECS = {
     "topk(0.01)": f"Only the largest 1 % are sent; {_LATER}. Give it a warm-up (layout.compression_warmup).",
     "powersgd(4)": f"Each matrix is sent as a product of rank 4; {_LATER}. Too low a rank costs quality.",
 }
-"""Those that are proposed, and what each changes; those that change least come first."""
+"""Codecs that are proposed, and what each changes. Those that change least come first."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to send less than the winner does, or, where that compresses, to send everything."""
+    """One way to send less than the winner does, or if the winner compresses, to send everything."""
 
     name: str
-    """Of a codec, as `layout.compression` has it."""
+    """Name of the method; for a codec, the value of `layout.compression`."""
     bytes_per_step: float
-    """That one device sends to agree on gradients (or averages), a step."""
+    """Bytes per step that one device sends to agree on gradients or averages."""
     exposed_seconds: float
-    """Of a step, for the data axis: communication, and the work of compressing, that nothing hides."""
+    """Seconds of a step that the data axis costs: communication and compression that nothing hides."""
     step_seconds: float
     extra_memory: float
-    """Bytes on one device, for residuals or for the average to compare with."""
+    """Additional bytes on one device, for residuals or for the average to compare with."""
     fits: bool
-    """Whether the winner's layout has room for that."""
+    """Whether the winner's layout has memory for that."""
     changes: str
-    """What is different from the plain job, in a sentence."""
+    """How the training differs from the plain job, in a sentence."""
 
 
 def exposed_share(result: SearchResult) -> float:
-    """Of the winner's step, what it waits for the data axis; 0 where nothing fits."""
+    """Return the fraction of the winner's step that waits for the data axis; 0 if nothing fits."""
     if not len(result.order):
         return 0.0
     prediction = result.prediction(int(result.order[0]))
@@ -89,7 +90,7 @@ def exposed_share(result: SearchResult) -> float:
 
 
 def alternatives(result: SearchResult) -> list[Alternative]:
-    """Each way to send less with the winner's layout, the quickest first; none where there is no data
+    """Return each way to send less with the winner's layout, the quickest first; none if there is no data
     axis."""
     if not len(result.order):
         return []
@@ -101,23 +102,25 @@ def alternatives(result: SearchResult) -> list[Alternative]:
 
 
 def proposed(choices: Sequence[Alternative], step_seconds: float) -> str | None:
-    """Of these alternatives to a step of so many seconds, the codec that is worth its risk, if any."""
-    return worthwhile(
-        {choice.name: choice.step_seconds for choice in choices if choice.name in CODECS and choice.fits},
-        step_seconds,
-    )
+    """Return the codec among these alternatives that is worth its risk, if any. `step_seconds` is the time of
+    the step without it."""
+    codecs = [choice for choice in choices if choice.name in CODECS and choice.fits]
+    return worthwhile({choice.name: choice.step_seconds for choice in codecs}, step_seconds)
 
 
 def worthwhile(seconds: Mapping[str, float], step_seconds: float) -> str | None:
-    """Of codecs with which a step takes so many seconds, the quickest, if it is enough quicker than the step
-    without; of those that are as quick as the model can tell, the one that changes the numbers least."""
+    """Return the quickest of these codecs, if its step is sufficiently quicker than the step without.
+
+    `seconds` has the time of a step with each codec. Among codecs that the model cannot tell apart, the one
+    that changes the numbers least is returned.
+    """
     quickest = min(seconds.values(), default=0.0)
     most = min((1 + NEAR) * quickest, step_seconds / WORTHWHILE)
     return next((name for name in CODECS if name in seconds and seconds[name] <= most), None)
 
 
 def gradient_bytes(result: SearchResult) -> float:
-    """Bytes that one device sends a step to agree on gradients, as the winner does it."""
+    """Return the bytes that one device sends per step to agree on gradients, with the winner's layout."""
     return _sent(result, result.work, result.space.take([int(result.order[0])]))
 
 
@@ -125,8 +128,8 @@ def gradient_bytes(result: SearchResult) -> float:
 
 
 def _compressed(result: SearchResult, winner: Space) -> Iterator[Alternative]:
-    """Every codec that the winner's layout can run, with the job's own settings beside it; and none, where it
-    has one."""
+    """Yield every codec that the winner's layout can run, with the job's own settings; and no codec, if the
+    job has one."""
     if result.work.compression is not None:
         yield _alternative(result, winner, PLAIN, None, "Gradients are summed as they are.")
     settings = {name: result.fixed[name] for name in SETTINGS if name in result.fixed}
@@ -156,19 +159,20 @@ def _alternative(
 
 
 def _step(result: SearchResult, winner: Space, prediction: Prediction) -> float:
-    """The winner's step, with what the closed forms say that another prediction changes."""
+    """Return the seconds of the winner's step, with the difference that closed forms give for another
+    prediction."""
     plain = predict(result.work, winner, result.cluster, SHARDWISE)
     return float(result.total[result.order[0]] + prediction.total[0] - plain.total[0])
 
 
 def _waiting(prediction: Prediction) -> float:
-    """Exposed seconds of the data axis in a step."""
+    """Return the exposed seconds of the data axis in a step."""
     return float(sum(prediction.seconds[name][0] for name in _WAITS))
 
 
 def _sent(result: SearchResult, work: Work, space: Space) -> float:
-    """Bytes that one device sends a step to agree on gradients: the sums among its flows, plain and
-    compressed."""
+    """Return the bytes that one device sends per step to agree on gradients: the sums among its traffic,
+    plain and compressed."""
     sums = [
         flow.bytes * wire_factor(flow.kind, devices(flow.axis, space).astype(float))
         for flow in flows(work, space, SHARDWISE, result.cluster.device_type)
@@ -182,7 +186,8 @@ def _sent(result: SearchResult, work: Work, space: Space) -> float:
 
 
 def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
-    """The smallest groups that hold the model, if any that are less than all devices do."""
+    """Yield local training in the smallest groups that hold the model, if these are smaller than all
+    devices."""
     worker = _smallest_worker(result, winner)
     if worker is None:
         return
@@ -193,31 +198,29 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
     alpha, beta = rates("all_reduce", group, result.cluster)
     outer = float(alpha[0] + 4.0 * share * beta[0]) / OUTER_EVERY
     averaged = wire_bytes("all_reduce", 4.0 * share, count) / OUTER_EVERY
+    extra = float(prediction.peak[0] - result.peak[result.order[0]])
     yield Alternative(
         f"local, {count} groups",
         bytes_per_step=_sent(result, result.work, worker) + averaged,
         exposed_seconds=_waiting(prediction) + outer,
         step_seconds=_step(result, winner, prediction) + outer,
-        extra_memory=max(
-            0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share
-        ),
+        extra_memory=max(0.0, extra + _OUTER_BYTES * share),
         fits=True,
         changes=f"{count} groups train by themselves and exchange weights every {OUTER_EVERY} steps "
-        "(DiLoCo): another algorithm; many groups "
-        f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the '
-        f"layout data = "
-        f"{int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",
+        f"(DiLoCo): another algorithm; many groups or long rounds end at a higher loss. "
+        f'train.driver = "local", local.groups = {count}, and of the layout '
+        f"data = {int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",
     )
 
 
 def _smallest_worker(result: SearchResult, winner: Space) -> Space | None:
-    """The winner's layout on as few data-parallel devices as hold it: at least those that share a node, less
-    than all."""
+    """Return the winner's layout on as few data-parallel devices as hold it: at least those of a node, and
+    fewer than all."""
     copies, inner = int(winner.data[0] * winner.replica[0]), int(winner.tensor[0] * winner.context[0])
     node = result.cluster.devices_per_node
     for size in divisors(copies)[:-1]:
         if size * inner < node < copies * inner:
-            continue  # inside a node links are quick: no need to do without
+            continue  # links inside a node are quick: there is no need to avoid them
         worker = replace(winner, data=np.asarray([size]), replica=np.asarray([1]))
         if int(worker.shards[0]) == 1:
             worker = replace(worker, zero=np.asarray([0]))
@@ -228,6 +231,7 @@ def _smallest_worker(result: SearchResult, winner: Space) -> Space | None:
 
 
 def _share(result: SearchResult, worker: Space) -> float:
-    """Parameters that one device of a worker averages with its like in the other workers."""
+    """Return the number of parameters that one device of a group averages with the same device of the other
+    groups."""
     parameters = float(hold(result.work, worker, SHARDWISE).parameters[0])
     return parameters / (int(worker.shards[0]) if worker.zero[0] else 1)

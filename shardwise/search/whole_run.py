@@ -1,6 +1,5 @@
-"""Beyond one step: what the whole run costs, what the links would need to hide their traffic, how often to
-save, and what a compute budget buys.
-"""
+"""Costs beyond one step: the whole run, the bandwidth that would hide communication, how often to save, and
+what a compute budget buys."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from shardwise.words import counted
 
 STORAGE = 20e9
 """Bytes/s of the storage that all nodes write to together, where nothing better is known: a parallel file
-system of some size."""
+system of medium size."""
 _DAY = 86400.0
 _OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EXPERT_SHARDS}")
 """Axes over which weights are gathered and gradients summed."""
@@ -38,8 +37,8 @@ _OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EX
 def beyond(
     config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS
 ) -> dict[str, Any]:
-    """What an answer says beside the step: the whole run, links, checkpoints, ways to send less, and which
-    codec would pay."""
+    """Return what an answer contains beside the step: the whole run, links, checkpoints, ways to send less,
+    and which codec would be worth it."""
     best = int(result.order[0])
     seconds, choices = float(result.prediction(best).total[0]), alternatives(result)
     return {
@@ -53,7 +52,7 @@ def beyond(
 
 
 def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]:
-    """Days, device hours, energy and money of all steps."""
+    """Return the days, device hours, energy and money of all steps."""
     device = result.cluster.device
     rate = 1.0 / (float(result.prediction(best).total[0]) * result.devices)
     bill = cost(float(config.train.steps), rate, result.devices, device.watts, result.cluster.price)
@@ -66,9 +65,12 @@ def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]
 
 
 def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
-    """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's
-    own latency: of the network where any of them cross nodes, whose members in a node share what crosses;
-    else of the links inside a node."""
+    """Return the bandwidth that a device needs so that gathers and gradient sums hide behind the computing,
+    at the link's own latency.
+
+    It is that of the network if any of them cross nodes, where the devices of a node share what crosses;
+    otherwise that of the links inside a node.
+    """
     winner = result.space.take([best])
     prediction = result.prediction(best)
     computing = sum(
@@ -101,14 +103,20 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
 def checkpoints(
     config: Config, result: SearchResult, best: int, storage: float, device_hours: float
 ) -> dict[str, Any]:
-    """How often to save, what it costs, and the share of time that counts."""
+    """Return how often to save, what it costs, and the useful fraction of time."""
     cluster = result.cluster
     width = float(BYTES[result.work.state_dtype]) * (1 + len(config.optimizer.slots))
     saves = plan_checkpoints(
-        count(config.model), result.devices, storage, float(result.prediction(best).total[0]), device_hours,
-        config.checkpoint.background, bytes_per_parameter=width, host_bandwidth=cluster.device.host_bandwidth,
+        count(config.model),
+        result.devices,
+        storage,
+        float(result.prediction(best).total[0]),
+        device_hours,
+        config.checkpoint.background,
+        bytes_per_parameter=width,
+        host_bandwidth=cluster.device.host_bandwidth,
         keep=config.checkpoint.keep,
-    )  # fmt: skip
+    )
     return {**asdict(saves), "storage_gb_s": storage / 1e9}
 
 
@@ -116,40 +124,46 @@ def checkpoints(
 
 
 def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> dict[str, Any]:
-    """The compute-optimal model for so many FLOPs, or for so many days of the cluster; and what the job's own
-    model would do with them. How fast it trains is planned, not assumed.
+    """Return the compute-optimal model for this many FLOPs, or for this many days of the cluster; and what
+    the job's own model would do with them.
+
+    The speed of training is planned, not assumed.
     """
     if (flops is None) == (days is None):
         raise UserError("give --compute-budget or --days, not both")
     for option, value in (("--compute-budget", flops), ("--days", days)):
         if value is not None and not (np.isfinite(value) and value > 0):
-            raise UserError(
-                f"{option} {value:g}: give a number above 0, for example "
-                f"{'1e22' if option == '--compute-budget' else '30'}"
-            )
-    rate = None
+            example = "1e22" if option == "--compute-budget" else "30"
+            raise UserError(f"{option} {value:g}: give a number above 0, for example {example}")
     if flops is None:
         assert days is not None
         peak = cluster.device.peak.get(config.train.precision) or max(cluster.device.peak.values())
         flops = compute_of(days, cluster.devices, 0.4 * peak)
-        for _ in range(4):  # the model's size decides its speed, and its speed the size
+        for _ in range(4):  # the speed depends on the model's size, and the size on the speed
             rate = _rate(config, cluster, chinchilla(flops).parameters)[1]
             flops = compute_of(days, cluster.devices, rate)
     optimum = chinchilla(flops)
     model, rate, layout = _rate(config, cluster, optimum.parameters)
     bill = cost(flops, rate, cluster.devices, cluster.device.watts, cluster.price)
-    own = of_a_size(float(count(config.model)), flops)
     return {
-        "flops": flops, "parameters": optimum.parameters, "tokens": optimum.tokens, "loss": optimum.loss,
-        "fitted": asdict(optimum.fitted), "replicated": asdict(optimum.replicated), "model": model,
+        "flops": flops,
+        "parameters": optimum.parameters,
+        "tokens": optimum.tokens,
+        "loss": optimum.loss,
+        "fitted": asdict(optimum.fitted),
+        "replicated": asdict(optimum.replicated),
+        "model": model,
         "layout": layout,
-        "flops_per_second_per_device": rate, **asdict(bill), "days": bill.seconds / _DAY,
-        "this_model": asdict(own),
-    }  # fmt: skip
+        "flops_per_second_per_device": rate,
+        **asdict(bill),
+        "days": bill.seconds / _DAY,
+        "this_model": asdict(of_a_size(float(count(config.model)), flops)),
+    }
 
 
 def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str, Any], float, str]:
-    """A shape of about so many parameters, and the FLOP/s a device reaches with it under its best layout."""
+    """Return a shape of about this many parameters, the FLOP/s that a device reaches with it under its best
+    layout, and that layout."""
     shape = shape_for(parameters, config.model.vocabulary)
     model = Model(**{**shape, "max_positions": max(config.data.sequence_length, config.model.max_positions)})
     other = config.model_copy(update={"model": model})
@@ -161,8 +175,5 @@ def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str
         )
     best = int(result.order[0])
     flops = flops_per_token(model, config.data.sequence_length) * result.work.tokens
-    return (
-        shape,
-        flops / float(result.prediction(best).total[0]) / cluster.devices,
-        describe_layout(result.space.row(best)),
-    )
+    rate = flops / float(result.prediction(best).total[0]) / cluster.devices
+    return shape, rate, describe_layout(result.space.row(best))
