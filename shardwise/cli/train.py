@@ -275,7 +275,7 @@ def _check(planner: Planner) -> None:
     if planner.config.model.module is not None:
         from shardwise.checkpoint import to_resume
         from shardwise.data import settled
-        from shardwise.parallel import check_first_values, check_module
+        from shardwise.train.check_module import check_first_values, check_module
 
         check_module(settled(planner.config), plan.layout)
         for warning in () if to_resume(planner.config) else check_first_values(planner.config):
@@ -286,17 +286,15 @@ def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
     from shardwise.checkpoint import checkpoint_folder
-    from shardwise.config.dtypes import BYTES
     from shardwise.drivers.registry import driver_of
     from shardwise.observe.files import check_room, check_run_files
-    from shardwise.plan.dtypes import state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)
     check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        numbers = driver_of(config).saved_numbers(config, plan)
-        check_room(Path(saved_to), "checkpoint.folder", BYTES[state_dtype(config.train)] * numbers)
+        numbers = driver_of(config).saved_numbers(plan)
+        check_room(Path(saved_to), "checkpoint.folder", plan.state_width * numbers)
 
 
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
@@ -315,7 +313,7 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
 
 def _parameters(config: Config) -> OwnParameters | None:
     """Only a job with a module of the user's own needs torch before the workers do."""
-    from shardwise.parallel import count_parameters
+    from shardwise.train.check_module import count_parameters
 
     return count_parameters(config)
 

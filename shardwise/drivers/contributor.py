@@ -30,7 +30,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, meeting_place
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
-from shardwise.plan import choose, reduce_dtype
+from shardwise.plan import choose
 from shardwise.resilience.channel import NotOurs
 from shardwise.resilience.host_link import NoHost
 from shardwise.train.build import Training, build
@@ -193,7 +193,7 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
     """Return the loss of a portion, summed over its items; its gradient is left on the parameters."""
-    dtype = DTYPES[reduce_dtype(training.config.train)]
+    dtype = DTYPES[training.plan.model.dtypes.sums]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
         return float(

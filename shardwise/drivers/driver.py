@@ -117,9 +117,9 @@ class Driver:
     def check_memory(self, config: Config, plan: Plan) -> None:
         """Refuse a job whose states do not fit into the memory of this host, where they are kept there."""
 
-    def saved_numbers(self, config: Config, plan: Plan) -> int:
+    def saved_numbers(self, plan: Plan) -> int:
         """Return how many numbers a checkpoint holds."""
-        return plan.groups * plan.state_numbers(config.optimizer)
+        return plan.groups * plan.state_numbers
 
     # Plans
 

@@ -90,11 +90,9 @@ class Hogwild(WholeModels):
     def check_memory(self, config: Config, plan: Plan) -> None:
         import psutil
 
-        from shardwise.config.dtypes import BYTES
-        from shardwise.plan.dtypes import state_dtype
         from shardwise.units import GIB
 
-        needed = BYTES[state_dtype(config.train)] * plan.state_numbers(config.optimizer)
+        needed = plan.state_width * plan.state_numbers
         free = psutil.virtual_memory().available
         if needed > free:
             raise UserError(

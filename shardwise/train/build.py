@@ -45,6 +45,7 @@ from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
+from shardwise.train.check_module import check_module
 from shardwise.train.shares import Shares
 
 log = logging.getLogger("shardwise")
@@ -89,25 +90,26 @@ def build(
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = settled(config, dataset)
-    driver = driver_of(config)
+    driver, train = driver_of(config), config.train
     mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
-    if config.train.deterministic and mesh.device.type == "cuda":
+    if train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
-    if config.train.precision == "float8" and mesh.device.type == "cuda":
+    if plan.model.float8 is not None and mesh.device.type == "cuda":
         check_float8(mesh.device)
-    torch.manual_seed(
-        config.train.seed
-    )  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
+    # What a module draws is seeded apart (models/unfilled.py, parallel/seeds.py).
+    torch.manual_seed(train.seed)
     comm = Comm(mesh)
-    parallel = parallelise(config, plan, comm)
+    # On a model of its own, because it calls forward, which may leave something in a user's module.
+    check_module(config, plan.layout)
+    parallel = parallelise(plan, comm)
     optimizer = make_optimizer(
-        parallel.named_parameters(), config.optimizer, config.train.seed, parallel.embeddings, held
+        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, held
     )
     for part in parallel.parts:
         for compressor in part.compressors:
             optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
-    talks = config.train.check_every > 0 or driver.talks_while_saving
+    talks = train.check_every > 0 or driver.talks_while_saving
     peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
     training = Training(
         config=config,
@@ -119,8 +121,8 @@ def build(
         dataset=dataset,
         checkpointer=checkpointer,
         peers=peers,
-        scale=LossScale.of(config.train),
-        shares=Shares.even(config.train.global_batch, driver.parts_of_batch(plan)),
+        scale=LossScale.first(train.precision, train.initial_scale, train.scale_every),
+        shares=Shares.even(train.global_batch, driver.parts_of_batch(plan)),
     )
     training.rank_driver = driver.on_rank(training)
     if draw:

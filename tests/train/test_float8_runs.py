@@ -18,7 +18,6 @@ from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
 from shardwise.observe.report import render
 from shardwise.observe.summary import summarise
-from shardwise.parallel import is_compiled
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
 from shardwise.search.search import work_of
@@ -301,7 +300,8 @@ def test_blocks_are_not_compiled_where_the_plan_splits_backward(
     """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
     config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
     layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
-    assert is_compiled(config, layout, torch.device("cpu")) is compiled
+    plan = choose(config.model_copy(update={"layout": layout}), 2)
+    assert plan.is_compiled("cpu") is compiled
 
 
 def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:

@@ -18,33 +18,96 @@ from torch import Tensor, nn
 from shardwise.config import Config, Layout
 from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
 from shardwise.config.own_module import without_table
+from shardwise.config.parameters import OwnParameters
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
-from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
+from shardwise.models import (
+    MixtureOfExperts,
+    Sharding,
+    begins_otherwise,
+    build_own,
+    check_first_value,
+    count_items,
+    counts_items,
+    lost_values,
+    matches,
+)
 from shardwise.models.own import accepted, name_of
+from shardwise.parallel import build_plain
+from shardwise.parallel.tables import LOOKED_UP, table_of
 from shardwise.parallel.tensor import missing_entry, unfit
+from shardwise.plan import ModelSpec
 from shardwise.words import counted
-
-LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-"""Modules whose weight is a table of vectors."""
 
 AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules that compute with statistics of the rows at hand."""
 
 
-def table_of(model: nn.Module) -> Sharding:
-    """A model's sharding table; an empty one where it has none."""
-    table = getattr(model, "sharding", None)
-    if table is None:
-        return Sharding(modules={})
-    if not isinstance(table, Sharding):
-        raise UserError(
-            f"{name_of(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding"
+_GIVE_VALUES = (
+    "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
+)
+
+
+def check_module(config: Config, layout: Layout) -> None:
+    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where
+    there is none."""
+    if config.model.module is not None:
+        _check(build_plain(ModelSpec.of(config)), config, layout)
+
+
+def check_first_values(config: Config) -> Iterator[str]:
+    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen
+    weights that begin at random because nothing gives them a value, and values that the constructor gives and
+    that are not kept."""
+    model, seed = build_plain(ModelSpec.of(config)), config.train.seed
+    frozen: list[str] = []
+    if hasattr(model, "initial_value"):
+        check_first_value(model, seed)
+    else:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        yield (
+            f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
+            f"{_GIVE_VALUES}"
         )
-    return table
+    given = lost_values(lambda: build_own(config.model), seed)
+    lost = [
+        name
+        for name, value in given.items()
+        if name not in frozen and begins_otherwise(model, name, value, seed)
+    ]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        yield (
+            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights "
+            f"begin as shardwise "
+            f"draws them. {_GIVE_VALUES}"
+        )
 
 
-def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
+def count_parameters(config: Config) -> OwnParameters | None:
+    """Of a user's own module; None: there is none, and the configuration tells."""
+    if config.model.module is None:
+        return None
+    parameters = list(build_plain(ModelSpec.of(config)).parameters())
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    return OwnParameters(sum(parameter.numel() for parameter in parameters), frozen)
+
+
+def embedded_ids(config: Config) -> int | None:
+    """How many token ids a user's own module looks up; None where no sharding table says which module
+    does."""
+    model = build_plain(ModelSpec.of(config))
+    table, modules = table_of(model), dict(model.named_modules())
+    rows = [
+        module.num_embeddings
+        for path, module in modules.items()
+        if isinstance(module, nn.Embedding) and (role := table.role(path)) and role.kind == "vocabulary"
+    ]
+    return min(rows, default=None)
+
+
+def _check(model: nn.Module, config: Config, layout: Layout) -> None:
     """Raise all that is wrong with the module, as built without memory, and with its table on this layout."""
     table = table_of(model)
     of_table = (_tensor, _pipeline, _context) if getattr(model, "sharding", None) is not None else ()
