@@ -206,16 +206,16 @@ def test_a_module_whose_weights_are_called_like_other_state_is_saved_resumed_and
     assert load_checkpoint(folder).model.module == tables["model"]["module"]
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_that_lacks_such_a_weight_is_refused_by_its_name(
-    tables: dict[str, Any], tmp_path: Path, name: str
+    tables: dict[str, Any], tmp_path: Path
 ) -> None:
     training = start(ALONE, tables)
     whole = Contents.open(save(training))
-    absent = StateKey.model(f"{name}.weight")
-    rest = ((key, whole.read(key)) for key in whole.tensors if key != absent)
-    write_checkpoint(tmp_path / "step-1", whole.manifest, rest)
-    with pytest.raises(UserError, match=str(absent)):
-        restore(training, str(tmp_path / "step-1"))
-    with pytest.raises(UserError, match=f"lacks {name}.weight"):
-        load_checkpoint(str(tmp_path / "step-1"))
+    for name in NAMES:
+        absent, folder = StateKey.model(f"{name}.weight"), tmp_path / name / "step-1"
+        rest = ((key, whole.read(key)) for key in whole.tensors if key != absent)
+        write_checkpoint(folder, whole.manifest, rest)
+        with pytest.raises(UserError, match=str(absent)):
+            restore(training, str(folder))
+        with pytest.raises(UserError, match=f"lacks {name}.weight"):
+            load_checkpoint(str(folder))

@@ -16,12 +16,12 @@ from shardwise.codecs.int8 import Int8
 from shardwise.comm import compressed
 from shardwise.config import Model
 from shardwise.config.compression import SumCompression, is_compressed
+from shardwise.config.parameters import parameter_shapes
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.codec_work import BESIDE_BACKWARD
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Work, space_of
 from shardwise.cost.traffic import flows
-from shardwise.plan import parameter_shapes
 
 MODEL = Model(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocabulary=512)
 MATRICES = [shape for shape in parameter_shapes(MODEL).values() if is_compressed(shape)]

@@ -90,7 +90,7 @@ def test_a_users_own_module_is_printed_so_too(ranks: Callable[[int], Pool], corp
     # Its forward is set on the object, by its author.
     assert first["body.layers.0.mix"].startswith("RegatheredModule(forward: Layer._mix, tensor 0 of 2")
     assert first["head"].startswith("VocabularyLossHead(tensor 0 of 2: ids 0:130 of 259")
-    assert first[""] == "FSDPAdaptedTied(run as it is, logits in float64)"
+    assert first[""] == "AdaptedTied(run as it is, logits in float64)"
 
 
 @dataclass(frozen=True)

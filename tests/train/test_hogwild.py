@@ -105,12 +105,16 @@ def test_one_worker_goes_on_to_the_last_bit(corpus: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("model", [FAMILIES["llama"], NGRAMS], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [(FAMILIES["llama"], "adamw"), (NGRAMS, "adamw"), (NGRAMS, "sgd"), (FAMILIES["llama"], "lion")],
+    ids=["dense", "sparse", "sparse sgd", "dense lion"],
+)
 def test_two_workers_train_every_sample_once(
-    ranks: Callable[[int], Pool], corpus: str, model: dict[str, Any], locked: bool
+    ranks: Callable[[int], Pool], corpus: str, model: dict[str, Any], optimizer: str, locked: bool
 ) -> None:
     tables = hogwild_job(corpus, 2, model, steps=5, precision="float32")
-    tables["hogwild"] = {"locked": locked}
+    tables |= {"hogwild": {"locked": locked}, "optimizer": {"name": optimizer}}
     found = ranks(2).run(train_without_locks, tables)
     (done, weights, counts), (_, others, _) = found
     assert same(weights, others), "there is one copy"
@@ -140,7 +144,7 @@ class InTurn(LockFree):
 def write_in_turn(worker: Worker, tables: Tables) -> tuple[list[Step], Weights]:
     training = start(worker, tables)
     assert isinstance(training.rank_driver, HogwildRank)
-    done = list(steps(training, source=InTurn(training, training.rank_driver.shared)))
+    done = list(steps(training, source=InTurn(training, training.rank_driver.shared, takes_lock=False)))
     return done, weights_of(training)
 
 
