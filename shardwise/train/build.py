@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import compute_deterministically
-from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
+from shardwise.checkpoint import Manifest, read_manifest
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.kept import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
@@ -46,6 +46,7 @@ from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
 from shardwise.train.check_module import check_module
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.shares import Shares
 
 log = logging.getLogger("shardwise")
@@ -253,7 +254,7 @@ def recall(training: Training, copies: Copies) -> bool:
     state = _state_and_random(training)
     copies.join(training.mesh, state)
     step = copies.newest(training.mesh)
-    if step is None or step < training.checkpointer.newest_step(training.config):
+    if step is None or step < training.checkpointer.newest_step(checkpoint_folder(training.config)):
         return False
     extras = copies.restore(training.mesh, step, state)
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)
