@@ -365,7 +365,7 @@ def test_another_model_is_refused_with_what_differs(corpus: str, saved: Path) ->
     other = config(corpus, saved.parents[1], ffn=64, tied=True)
     for asked in (to_resume, start(ALONE, job(corpus)).checkpointer.choose_checkpoint):
         with pytest.raises(UserError) as caught:
-            asked(other)
+            asked(resume_of(other))
         message = str(caught.value)
         assert (
             "holds another model: model.ffn (checkpoint 50, job 64), model.tied (checkpoint False, job True)"
