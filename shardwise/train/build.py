@@ -43,7 +43,7 @@ from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
-from shardwise.plan import Plan
+from shardwise.plan import ModelSpec, Plan
 from shardwise.resilience.copies import Copies
 from shardwise.train.check_module import check_module
 from shardwise.train.resume import checkpoint_folder
@@ -91,6 +91,8 @@ def build(
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = settled(config, dataset)
+    asked = ModelSpec.of(config), config.optimizer, config.train.compile
+    assert (plan.model, plan.optimizer, plan.compile) == asked, "the plan was made for another job"
     driver, train = driver_of(config), config.train
     mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
     if train.deterministic and mesh.device.type == "cuda":
