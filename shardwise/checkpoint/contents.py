@@ -39,7 +39,7 @@ from torch import Tensor
 from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, read_manifest
 from shardwise.checkpoint.storage import BLOCK, Storage, storage
 from shardwise.errors import Unreadable, UserError, shown
-from shardwise.files import may_pass, parse_as
+from shardwise.files import is_temporary, parse_as
 
 ALIGNMENT = 64
 DTYPES = {
@@ -201,7 +201,7 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
         for block in where.blocks(name):
             crc, size = zlib.crc32(block, crc), size + len(block)
     except OSError as error:
-        if may_pass(error):
+        if is_temporary(error):
             raise Unreadable(f"{where.address}/{name} cannot be read ({error})") from None
         return f"{where.address}/{name} cannot be read ({error})"
     return (

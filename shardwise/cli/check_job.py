@@ -195,8 +195,8 @@ def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
     """That none is possible on so many workers: known without the machine being measured, which takes minutes
     with many."""
     from shardwise.config.compression import AUTO
+    from shardwise.plurals import counted
     from shardwise.search.candidates import candidates, fixed_fields
-    from shardwise.words import counted
 
     fixed = fixed_fields(config)
     if config.layout.compression == AUTO or len((found := candidates(config, crew.most, fixed)).space):

@@ -18,7 +18,7 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
     it is kept in."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     if problem := torch_problem():
         raise UserError(
@@ -43,7 +43,7 @@ def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iter
     """What to know before so many workers start here: that they share cores or GPUs, or that the job names
     another machine."""
     from shardwise.mesh import cores, on_gpus
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     have_gpus = on_gpus(workers, device)  # as each of them will decide
     if have_gpus:
@@ -67,7 +67,7 @@ def with_device(overrides: Sequence[str] | None, device: str | None) -> list[str
 def sharing(workers: int) -> Iterator[str]:
     """What to know of more workers than GPUs, where they compute on these."""
     from shardwise.mesh import local_gpus, share_gpus
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     if share_gpus(workers):
         yield (

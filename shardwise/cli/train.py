@@ -194,10 +194,10 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.checkpoint import to_resume
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
+    from shardwise.plurals import counted
     from shardwise.resilience.first_node import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
-    from shardwise.words import counted
 
     to_resume(config)
     crew, nodes = _crew(config, node, workers, limits), node.nodes if node else 1

@@ -44,9 +44,9 @@ from shardwise.data.tokenizer import (
     tokenizer_fingerprint,
 )
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes, seal, unseal
+from shardwise.files import file_in_folder, parse_as, read_bytes, seal, unseal
 from shardwise.locks import take_lock
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of source done and the bytes in all."""
@@ -74,7 +74,7 @@ class _ResumePoint:
     def read(cls, folder: Path, fingerprint: str) -> _ResumePoint:
         """The point recorded in the folder if it belongs to the same work, else the beginning."""
         try:
-            sealed = unseal(read_bytes(inside(folder, RECORD)))
+            sealed = unseal(read_bytes(file_in_folder(folder, RECORD)))
             point = parse_as(cls, sealed, folder / RECORD) if sealed else cls(fingerprint)
         except (FileNotFoundError, UserError):
             return cls(fingerprint)

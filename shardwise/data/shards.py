@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from shardwise.errors import UserError
-from shardwise.files import inside, only_regular, read_bytes, read_sealed, seal
+from shardwise.files import file_in_folder, read_bytes, read_sealed, regular_file_opener, seal
 
 VERSION = 2
 """Since 2 the index is sealed (files.py)."""
@@ -107,7 +107,7 @@ class Index:
         """The index of a folder; a `UserError` where it cannot be understood, or contradicts itself."""
         path, advice = folder / INDEX, prepare_again(folder)
         try:
-            content = read_bytes(inside(folder, INDEX), advice)
+            content = read_bytes(file_in_folder(folder, INDEX), advice)
         except FileNotFoundError:
             raise UserError(f"{path} is missing. {advice}") from None
         index = read_sealed(cls, content, path, ("version", VERSION), advice)
@@ -146,7 +146,7 @@ def token_dtype(vocabulary: int) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Put a file in place so that it is there whole or not at all."""
     aside = path.with_name(path.name + ".partial")
-    with open(aside, "wb", opener=only_regular) as file:
+    with open(aside, "wb", opener=regular_file_opener) as file:
         file.write(content)
         _sync(file)
     os.replace(aside, path)
@@ -170,7 +170,7 @@ class ShardWriter:
         self._answers: list[NDArray[np.int64]] = []
         self._path = folder / shard_name(number)
         self._aside = self._path.with_name(self._path.name + ".partial")
-        self._file = open(self._aside, "wb", opener=only_regular)  # noqa: SIM115  (closed by finish or abandon)
+        self._file = open(self._aside, "wb", opener=regular_file_opener)  # noqa: SIM115  (closed by finish or abandon)
         self._dtype = np.dtype(dtype)
         self._buffer = bytearray()
         self._ends: list[int] = []

@@ -50,7 +50,7 @@ from shardwise.data.chat import (
 from shardwise.data.columnar import arrow_rows, parquet_rows
 from shardwise.data.ownership import is_begun, is_prepared, refuse_shards
 from shardwise.errors import ConfigError, UserError
-from shardwise.files import linked, parse_as, read_bytes, reading
+from shardwise.files import file_or_link_in_folder, parse_as, read_bytes, reading
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
@@ -335,7 +335,7 @@ def _saved_to_disk(folder: Path) -> list[Path]:
             f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it "
             f"again."
         )
-    return [linked(folder, entry["filename"]) for entry in state["_data_files"]]
+    return [file_or_link_in_folder(folder, entry["filename"]) for entry in state["_data_files"]]
 
 
 def _described(path: Path) -> SourceFile:

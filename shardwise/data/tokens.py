@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.shards import BLOCK, Index, Shard, prepare_again
 from shardwise.errors import UserError
-from shardwise.files import inside
+from shardwise.files import file_in_folder
 
 CHECKED_WHOLE = 256 << 20
 
@@ -96,7 +96,7 @@ class _MappedShard:
 
     def _check_size(self, name: str, expected: int) -> None:
         try:
-            status = inside(self._folder, name).stat()
+            status = file_in_folder(self._folder, name).stat()
         except OSError as error:
             raise self._damaged(name, f"it cannot be read: {error.strerror or error}") from None
         size = status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -47,7 +47,7 @@ from shardwise.config.own_module import locate_module
 from shardwise.errors import UserError
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.files import only_regular
+from shardwise.files import regular_file_opener
 from shardwise.observe.clock import present_time
 from shardwise.observe.format import format_bytes
 from shardwise.observe.records import Record, read_metrics, to_json
@@ -91,7 +91,7 @@ def write_text(path: Path, text: str, say: Say = log.warning) -> None:
     """Put a file in place whole, in one move; that it cannot be written is said, and the old one stays."""
     beside = path.with_name(path.name + ".part")
     try:
-        with open(beside, "w", encoding="utf-8", opener=only_regular) as file:
+        with open(beside, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(text)
         beside.replace(path)
     except OSError as error:
@@ -199,7 +199,7 @@ class _LineWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self._path)
-            self._file = FileIO(self._path, "a", opener=only_regular)
+            self._file = FileIO(self._path, "a", opener=regular_file_opener)
         return self._file
 
 

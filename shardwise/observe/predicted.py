@@ -38,7 +38,7 @@ from rich.text import Text
 
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 Row = dict[str, Any]
 """`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted);

@@ -22,7 +22,7 @@ from shardwise.observe import predicted
 from shardwise.observe.draw import bar, line_plot
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 from shardwise.observe.summary import Summary, summarise
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 __all__ = ["render", "summarise"]
 

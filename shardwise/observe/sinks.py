@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserError
-from shardwise.files import only_regular, parse_toml, read_bytes
+from shardwise.files import parse_toml, read_bytes, regular_file_opener
 from shardwise.observe.files import EventsFile, MetricsFile, Say, log
 from shardwise.observe.records import Record
 from shardwise.plan import read_plan
@@ -89,7 +89,7 @@ class WandbSink:
             raise _missing(f"observe.wandb = {project!r}", "wandb") from None
         identity = folder / "wandb-id"
         if not (resume_step and identity.exists()):
-            with open(identity, "w", opener=only_regular) as file:
+            with open(identity, "w", opener=regular_file_opener) as file:
                 file.write(uuid.uuid4().hex[:8])
         known = read_bytes(identity).decode("utf-8", "replace")
         self._run = wandb.init(

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.errors import UserError
-from shardwise.files import only_regular, parse_as, read_bytes
+from shardwise.files import parse_as, read_bytes, regular_file_opener
 from shardwise.observe.clock import Stretch, present_time
 from shardwise.observe.files import write_text
 from shardwise.observe.ledger import Collective
@@ -97,7 +97,7 @@ def merge(folder: Path) -> Path | None:
     ]
     merged = folder / MERGED
     try:
-        with open(merged, "w", encoding="utf-8", opener=only_regular) as file:
+        with open(merged, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(to_json({"traceEvents": events}))
     except OSError as error:
         raise UserError(

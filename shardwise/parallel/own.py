@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
 from shardwise.parallel.tensor import missing_entry, unfit
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""

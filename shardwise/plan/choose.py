@@ -38,7 +38,7 @@ from shardwise.plan.memory import state_bytes
 from shardwise.plan.parameters import OwnParameters, count
 from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
 from shardwise.plan.stages import stage_blocks
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, TypeAdapter
 
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 MOST_DIFFERENCES = 10
 """Settings that a refusal lists; it counts the rest."""

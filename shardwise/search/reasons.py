@@ -16,9 +16,9 @@ from shardwise.cost.cluster import GIB
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
 from shardwise.plan.schedule import SCHEDULES
+from shardwise.plurals import counted
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
-from shardwise.words import counted
 
 TRIED = 64
 """Other numbers of devices that are tried where no layout is possible on the one asked for."""

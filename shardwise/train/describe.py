@@ -18,8 +18,8 @@ from shardwise.parallel import is_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.float8 import in_float8, products, unfit
 from shardwise.plan.grid import describe_degrees
+from shardwise.plurals import counted
 from shardwise.train.build import Training
-from shardwise.words import counted
 
 
 def describe_run(training: Training) -> dict[str, str]:

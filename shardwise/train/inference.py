@@ -39,7 +39,7 @@ from shardwise.mesh import local_gpus
 from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8

@@ -32,7 +32,7 @@ from typing import NoReturn, TextIO, cast
 from shardwise import __version__
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
-from shardwise.files import only_regular
+from shardwise.files import regular_file_opener
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
@@ -192,7 +192,7 @@ class BoundedLog(logging.FileHandler):
                 self.file.truncate(0)
 
     def _open(self) -> TextIOWrapper:
-        opener = None if self.baseFilename == os.devnull else only_regular
+        opener = None if self.baseFilename == os.devnull else regular_file_opener
         return cast(TextIOWrapper, open(self.baseFilename, self.mode, encoding=self.encoding, opener=opener))
 
     @property

@@ -25,8 +25,8 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker
 from shardwise.plan import Asked, OwnParameters, Plan, choose, engine_of, fit, state_dtype
 from shardwise.plan.dtypes import BYTES
+from shardwise.plurals import counted
 from shardwise.search.forecast import forecast, is_open, plan_job
-from shardwise.words import counted
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from shardwise.data.check import unnamed_tokenizer
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
+from shardwise.plurals import counted
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
 from shardwise.resilience.team import Team
@@ -51,7 +52,6 @@ from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothi
 from shardwise.train.serve import Contributions
 from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
-from shardwise.words import counted
 
 log = logging.getLogger("shardwise")
 

@@ -20,13 +20,13 @@ from typing import Any
 from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary, settled
 from shardwise.errors import UserError
+from shardwise.plurals import counted
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 from shardwise.verify.workers import Workers
-from shardwise.words import counted
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
 REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"

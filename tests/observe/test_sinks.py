@@ -310,7 +310,7 @@ def test_what_cannot_be_written_is_kept_up_to_a_limit_and_what_is_lost_is_counte
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_disk_that_is_really_full_stops_nothing(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(files, "only_regular", None)  # else a device is refused
+    monkeypatch.setattr(files, "regular_file_opener", None)  # else a device is refused
     (tmp_path / name).symlink_to("/dev/full")
     said: list[str] = []
     sinks = open_sinks(tmp_path, Observe(), 0, said.append)

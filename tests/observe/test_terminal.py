@@ -16,7 +16,7 @@ from shardwise.observe.format import (
     format_span,
 )
 from shardwise.observe.terminal import shown_steps
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 
 def record(step: int, **more):
