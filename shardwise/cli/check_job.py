@@ -58,10 +58,10 @@ def _torch(sections: Sections) -> Iterator[str]:
 def _device(sections: Sections) -> Iterator[str]:
     """GPUs that are asked for must be there."""
     from shardwise.config import Run
-    from shardwise.mesh import on_gpus
+    from shardwise.mesh import uses_gpus
 
     if isinstance(run := sections.get("run"), Run) and run.device == "cuda":
-        on_gpus(1, run.device)
+        uses_gpus(1, run.device)
     yield from ()
 
 

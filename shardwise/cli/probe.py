@@ -62,14 +62,14 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     """The cluster found and written; None where it is another process that writes it."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
-    from shardwise.mesh import Node, Worker, launched
+    from shardwise.mesh import Node, Worker, launch_mode
     from shardwise.probe import local_workers, measure_here
     from shardwise.probe.budget import FULL, QUICK
     from shardwise.probe.local import others_busy
 
     if problem := torch_problem():
         raise UserError(problem)
-    launch, budgets = launched(), QUICK if quick else FULL
+    launch, budgets = launch_mode(), QUICK if quick else FULL
     if isinstance(launch, Worker):
         if workers is not None:
             raise UserError(

@@ -77,9 +77,9 @@ def train(
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
     from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
-    from shardwise.mesh import Node, Worker, launched
+    from shardwise.mesh import Node, Worker, launch_mode
 
-    launch = launched()
+    launch = launch_mode()
     if isinstance(launch, Worker):
         config = _read_by_worker(job, overrides)
         with _holding(config) if launch.rank == 0 else nullcontext():

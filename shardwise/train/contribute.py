@@ -26,7 +26,7 @@ from shardwise.config import Config, Layout
 from shardwise.data import Dataset
 from shardwise.data.batches import Batch, parts, to_batch
 from shardwise.errors import RunFailed, UserError
-from shardwise.mesh import Worker, meeting_place
+from shardwise.mesh import Worker, open_team_store
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
 from shardwise.plan import choose, reduce_dtype
@@ -58,7 +58,7 @@ def contribute(training: Training, config: Config, worker: Worker, servers: int,
     wires: list[Wire] = []
     try:
         for rank in range(servers):
-            where = meeting_place(worker, timedelta(seconds=MEET_SECONDS)).get(f"front {rank}").decode()
+            where = open_team_store(worker, timedelta(seconds=MEET_SECONDS)).get(f"front {rank}").decode()
             address, _, port = where.rpartition(" ")
             wires.append(dial(address, int(port), credentials(worker.store_name)))
         return _Contributor(training, config, wires, worker).work(link)

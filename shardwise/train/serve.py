@@ -26,7 +26,7 @@ from shardwise.asynchronous.servers import Desk, Front, Shelf, Update
 from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.config import Config
 from shardwise.errors import UserError
-from shardwise.mesh import meeting_place
+from shardwise.mesh import open_team_store
 from shardwise.mesh.sockets import address_towards
 from shardwise.optim import local
 from shardwise.parallel.placement import held
@@ -78,7 +78,7 @@ class Contributions:
             self._front = Front(
                 address, credentials(worker.store_name), self.shelf, self.desk, digest(config), self.rows
             )
-            meeting_place(worker).set(f"front {worker.rank}", f"{address} {self._front.port}")
+            open_team_store(worker).set(f"front {worker.rank}", f"{address} {self._front.port}")
 
     def draw(self) -> Drawn | None:
         training = self.training

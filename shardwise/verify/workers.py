@@ -50,7 +50,8 @@ class Workers:
     """So many local processes, for as long as the `with` block lasts."""
 
     def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
-        """`longest_delay`: seconds, of transfers between workers that share a GPU (mesh/through_host.py)."""
+        """`longest_delay` is in seconds, for transfers between workers that share a GPU
+        (mesh/host_memory_group.py)."""
         self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
         self._started: list[Forked] = []
@@ -132,10 +133,10 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
     """What a worker does: task after task, until the pipe closes."""
     import torch
 
-    from shardwise.mesh import through_host
+    from shardwise.mesh import host_memory_group
 
     torch.set_num_threads(1)
-    through_host.longest_delay = longest_delay
+    host_memory_group.longest_delay = longest_delay
     while True:
         try:
             task, arguments, world, port, seconds = pipe.recv()

@@ -1,38 +1,38 @@
-"""Several workers on one GPU: a process group that carries what they send through host memory.
+"""Several workers on one GPU: a process group that sends tensors through host memory.
 
-NCCL refuses two ranks on one device, so a layout of four could be tried only with four GPUs. This group lets
-any number of workers share one. It is for proofs and drills: it brings what NCCL would have brought, and
-nothing is learnt of speed.
+NCCL refuses two ranks on one device, so a layout of four workers would need four GPUs even to be tried. With
+this group, any number of workers share one GPU. It is for proofs and drills: it delivers the same tensors as
+NCCL, but its speed says nothing about NCCL's.
 
-**What must be alike** is when things happen on the device, since that is where faults hide that workers on a
-CPU never show. As with NCCL, a call returns at once; what is sent is what the caller's stream will have
-computed by then; and nothing orders the caller's stream after a transfer but `wait`. So whoever forgets a
-wait reads what was there before, and whoever overwrites too soon sends that.
+**What is the same as with NCCL** is the order of events on the device, because that is where faults hide that
+workers on a CPU never show. A call returns at once. It sends what the caller's stream will have computed by
+then. Only `wait` orders the caller's stream after a transfer. Code that forgets to wait therefore reads old
+values, and code that overwrites an input too early sends the new values.
 
-**What is not alike.** `wait` also holds up the host, until the transfer is through. With NCCL the host runs
-ahead; here a stream cannot be made to wait for what has not been sent yet. (The driver has a way to hold up a
-stream until the host writes a number, cuStreamWaitValue32. It was tried, and stood still: what allocates
-memory may wait for all streams, and then nobody sends.)
+**What is different.** `wait` also blocks the host until the transfer has ended. With NCCL the host runs
+ahead; here a stream cannot wait for data that were not sent yet. (The driver can block a stream until the
+host writes a number, with cuStreamWaitValue32. That was tried and led to a deadlock: an allocation may wait
+for all streams, and then nothing is sent.)
 
-Each kind of transfer has a lane, which is a stream and a thread:
+Each kind of transfer has a queue, which consists of a stream and a thread:
 
     caller's stream ──event──▶ copy to the host         copy to the device ──event──▶ the waiting stream
     thread                                      ▶ gloo ▶
 
-**Lanes.** Collectives of a group go in the order they were asked for. Messages between two ranks have lanes
-of their own, one for each peer and direction, and meet in order, whatever their tags: NCCL knows none. That
-torch asks for several at once (`batch_isend_irecv`) is not told to a group written in Python, so a receive
-never waits here for a send that was asked for before it. NCCL, where such a batch is one kernel and batches
-follow one another, may stand still where this does not.
+**Queues.** The collectives of a group run in the order of the calls. Messages between two ranks have their
+own queues, one for each peer and direction. They are matched in order and not by their tags, as in NCCL.
+torch does not tell a group written in Python that several messages belong to one batch (`batch_isend_irecv`),
+so a receive never waits here for an earlier send. In NCCL a batch is one kernel and batches follow each
+other, so NCCL can deadlock where this group does not.
 
-**Delays.** With `longest_delay` set, each transfer begins after a random while, before it reads what is to be
-sent: so a missing wait, which goes well on most days, does not.
+**Delays.** If `longest_delay` is set, each transfer waits for a random time before it reads its inputs. A
+missing wait, which usually goes unnoticed, then shows.
 
-**Failures.** A peer that died breaks the connection, and the next call or wait of any group raises. NCCL
-would stand still.
+**Failures.** If a peer dies, its connection breaks, and the next call or wait of any group raises an error.
+NCCL would hang.
 
-Costs: a copy of everything that is sent in pinned memory, both ways through PCIe, and gloo between
-processes.
+**Costs.** Everything that is sent is copied to pinned memory and back, through PCIe both times, and gloo
+carries it between processes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ from torch import Tensor
 from torch.futures import Future
 
 ProcessGroup: Any = dist.ProcessGroup
-"""Whose methods have other types from release to release."""
-NAME = "through_host"
+"""Base class of the group. The types of its methods differ between releases of torch."""
+NAME = "host_memory"
+"""Name of the backend in torch."""
 POLL_SECONDS = 0.05
-"""How often who waits for a transfer asks whether another has failed."""
-LAST_SECONDS = 2.0
-"""How long a group that is left may take to send what others are waiting for."""
+"""Seconds between two checks for a failure of another transfer while `wait` blocks."""
+CLOSE_SECONDS = 2.0
+"""Seconds that a group may take, after it was left, to send what its peers are waiting for."""
 NO_TIMEOUT = timedelta(0)
-SUMMED = (
+SUMMABLE_DTYPES = (
     torch.float64,
     torch.float32,
     torch.bfloat16,
@@ -69,91 +70,98 @@ SUMMED = (
     torch.int8,
     torch.uint8,
 )
-"""Dtypes that gloo adds up."""
+"""Dtypes that gloo can add."""
 
 longest_delay = 0.0
-"""Seconds that a transfer may be held back, at random; for tests."""
+"""Maximum number of seconds by which a transfer is delayed at random; for tests."""
 
 
-def _begins(numbers: Tensor) -> None:
-    """A sum of these begins. Of its own groups' collectives torch tells those who watch operators, and of
-    this one's nothing."""
+def _announce_reduction(numbers: Tensor) -> None:
+    """Show tools that watch operators that a reduction of this tensor begins.
+
+    torch does this for its own groups, but not for a group written in Python.
+    """
 
 
-for _name in ("allreduce_", "reduce_scatter_"):  # as torch calls its own
+for _name in ("allreduce_", "reduce_scatter_"):  # the names that torch gives its own operators
     torch.library.define(f"shardwise::{_name}", "(Tensor numbers) -> ()")
-    torch.library.impl(f"shardwise::{_name}", "default", _begins)
+    torch.library.impl(f"shardwise::{_name}", "default", _announce_reduction)
 
 
 class Failure:
-    """What broke the groups of this process: where one peer is gone, none goes on."""
+    """The first error in the groups of this process. When one peer is gone, no group can continue."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise it, if there was one."""
+        """Raise the error, if there was one."""
         if self.error is not None:
             raise RuntimeError(f"{NAME}: {self.error}") from self.error
 
 
 @dataclass
 class Transfer:
-    """What goes from and to this rank at once."""
+    """One collective or message of this rank."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     send: Callable[[list[Tensor], list[Tensor]], None]
-    """Sends copies of the inputs, and fills copies of the outputs, all in host memory. Outputs that are
-    inputs share a copy."""
+    """Send copies of the inputs and fill copies of the outputs, all in host memory.
+
+    An output that is also an input has only one copy.
+    """
     delay: float = field(default_factory=lambda: random.uniform(0.0, longest_delay))
-    asked: Any = None
-    """When its inputs are there: an event of the caller's stream; on the CPU, copies of them."""
+    inputs_ready: Any = None
+    """When the inputs are ready: an event of the caller's stream. On the CPU, copies of the inputs."""
     end: torch.cuda.Event | None = None
-    """When its outputs are there, or its inputs were read if there are none; to be asked for once it is
-    done."""
+    """Event that says when the outputs are ready, or when the inputs were read if there are no outputs. It is
+    set before `done`.
+    """
     done: threading.Event = field(default_factory=threading.Event)
     future: Future[list[Tensor]] = field(default_factory=Future)
 
 
-class Lane:
-    """Transfers that follow one another, each carried out by a thread. This one is for tensors in host
-    memory: it has all but the streams, and can be tried on any machine."""
+class TransferQueue:
+    """A queue of transfers that a thread runs one after the other.
+
+    This class is for tensors in host memory. It has no streams and can be tested on any machine.
+    """
 
     device = torch.device("cpu")
 
     def __init__(self, name: str, failure: Failure) -> None:
         self._failure, self._closed = failure, False
-        self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # backward calls from threads of its own
+        self._pending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # autograd runs backward in other threads
         self._thread = threading.Thread(target=self._work, name=f"{NAME} {name}", daemon=True)
         self._thread.start()
 
     @torch.no_grad()
     def start(self, transfer: Transfer) -> Work:
-        """Begin a transfer after those that were asked for before."""
+        """Put a transfer into the queue."""
         for tensor in (*transfer.inputs, *transfer.outputs):
             _check(tensor, self.device)
         with self._lock:
             self._failure.check()
-            self._ask(transfer)
-            self._waiting.put(transfer)
+            self._save_inputs(transfer)
+            self._pending.put(transfer)
         return Work(self._failure, transfer)
 
     def close(self) -> None:
-        """End the thread. What was asked for may end, for a while, unless something is broken."""
-        self._waiting.put(None)
+        """End the thread. Unless something failed, queued transfers get a little time to end."""
+        self._pending.put(None)
         if self._failure.error is None:
-            self._thread.join(LAST_SECONDS)
+            self._thread.join(CLOSE_SECONDS)
         self._closed = True
 
-    def _ask(self, transfer: Transfer) -> None:
-        """Remember what is to be sent."""
-        transfer.asked = [tensor.clone() for tensor in transfer.inputs]
+    def _save_inputs(self, transfer: Transfer) -> None:
+        """Save the values that are to be sent."""
+        transfer.inputs_ready = [tensor.clone() for tensor in transfer.inputs]
 
-    def _carry_out(self, transfer: Transfer) -> None:
-        """From beginning to end."""
-        inputs = transfer.asked
+    def _run(self, transfer: Transfer) -> None:
+        """Run one transfer from its inputs to its outputs."""
+        inputs = transfer.inputs_ready
         outputs = _copies(transfer, inputs, torch.empty_like)
         transfer.send(inputs, outputs)
         for tensor, copy in zip(transfer.outputs, outputs, strict=True):
@@ -161,13 +169,13 @@ class Lane:
         transfer.future.set_result(transfer.outputs)
 
     def _work(self) -> None:
-        """Until the lane is closed. Between two transfers nothing is held of the last."""
-        while (transfer := self._waiting.get()) is not None and not self._closed:
+        """Run transfers until the queue is closed. Keep no reference to a transfer that has ended."""
+        while (transfer := self._pending.get()) is not None and not self._closed:
             try:
                 self._failure.check()
                 time.sleep(transfer.delay)
                 with torch.no_grad():
-                    self._carry_out(transfer)
+                    self._run(transfer)
             except Exception as error:
                 if self._failure.error is None and not self._closed:
                     self._failure.error = error
@@ -177,41 +185,39 @@ class Lane:
             del transfer
 
 
-class GpuLane(Lane):
-    """Transfers from and to a GPU, on a stream of their own."""
+class GpuTransferQueue(TransferQueue):
+    """A queue of transfers from and to a GPU, on a stream of its own."""
 
     def __init__(self, name: str, failure: Failure) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         super().__init__(name, failure)
 
-    def _ask(self, transfer: Transfer) -> None:
-        transfer.asked = torch.cuda.current_stream(self.device).record_event()
+    def _save_inputs(self, transfer: Transfer) -> None:
+        transfer.inputs_ready = torch.cuda.current_stream(self.device).record_event()
         transfer.future = Future(devices=[self.device])
         for tensor in (*transfer.inputs, *transfer.outputs):
-            tensor.record_stream(
-                self._stream
-            )  # whoever lets go of it, its memory stays until the stream is through
+            # The memory is not reused before this stream has used it, even if the caller frees the tensor.
+            tensor.record_stream(self._stream)
 
-    def _carry_out(self, transfer: Transfer) -> None:
+    def _run(self, transfer: Transfer) -> None:
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(transfer.asked)
+            self._stream.wait_event(transfer.inputs_ready)
             inputs = [_pinned(tensor).copy_(tensor.data, non_blocking=True) for tensor in transfer.inputs]
             read = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             read.record(self._stream)
             read.synchronize()
-            if transfer.inputs and not transfer.outputs:  # a message to a peer: who sent it may go on
-                self._ended(transfer, read)
+            if transfer.inputs and not transfer.outputs:  # the sender of a message need not wait any longer
+                self._finish(transfer, read)
             outputs = _copies(transfer, inputs, _pinned)
             transfer.send(inputs, outputs)
             for tensor, copy in zip(transfer.outputs, outputs, strict=True):
-                tensor.data.copy_(
-                    copy, non_blocking=True
-                )  # `data`: as NCCL, it is no change that autograd minds
+                # As with NCCL, autograd does not count this as a change of the tensor, hence `data`.
+                tensor.data.copy_(copy, non_blocking=True)
             if not transfer.done.is_set():
-                self._ended(transfer, self._stream.record_event())
+                self._finish(transfer, self._stream.record_event())
 
-    def _ended(self, transfer: Transfer, end: torch.cuda.Event) -> None:
+    def _finish(self, transfer: Transfer, end: torch.cuda.Event) -> None:
         transfer.end = end
         transfer.future.set_result(transfer.outputs)
         transfer.done.set()
@@ -222,13 +228,13 @@ def _pinned(like: Tensor) -> Tensor:
 
 
 def _copies(transfer: Transfer, inputs: Sequence[Tensor], make: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Host copies of the outputs: where one is an input too, that one's."""
+    """Return host copies of the outputs. An output that is also an input shares the input's copy."""
     known = {id(tensor): copy for tensor, copy in zip(transfer.inputs, inputs, strict=True)}
     return [known[id(tensor)] if id(tensor) in known else make(tensor) for tensor in transfer.outputs]
 
 
 def _check(tensor: Tensor, device: torch.device) -> None:
-    """As NCCL does."""
+    """Raise an error for tensors that NCCL would refuse too."""
     if tensor.device != device:
         raise ValueError(f"{NAME}: a tensor is on {tensor.device}, and this group's are on {device}")
     if not tensor.is_contiguous():
@@ -236,14 +242,14 @@ def _check(tensor: Tensor, device: torch.device) -> None:
 
 
 class Work(dist.Work):
-    """A transfer under way."""
+    """Handle of a transfer that was started."""
 
     def __init__(self, failure: Failure, transfer: Transfer) -> None:
         super().__init__()
         self._failure, self._transfer = failure, transfer
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Until it is through; on a GPU, the current stream then goes on after it."""
+        """Block until the transfer has ended. On a GPU, let the current stream continue after it."""
         while not self._transfer.done.wait(POLL_SECONDS):
             self._failure.check()
         self._failure.check()
@@ -252,18 +258,18 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is through."""
+        """Return whether the transfer has ended."""
         return self._transfer.done.is_set()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Of what it brings."""
+        """Return the future of the transfer's outputs."""
         return self._transfer.future
 
 
-class ThroughHost(ProcessGroup):  # type: ignore[misc]
-    """The group. torch finds it by name (`register`), and calls it where it would call NCCL's.
+class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
+    """The process group. torch finds it by name (`register`) and calls it as it would call NCCL's.
 
-    torch 2.13 has new names for some collectives; a group answers to both.
+    torch 2.13 has new names for some collectives. The group has methods of both names.
     """
 
     def __init__(
@@ -272,21 +278,22 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
         rank: int,
         size: int,
         timeout: timedelta,
-        lane: Callable[[str, Failure], Lane] = Lane,
+        make_queue: Callable[[str, Failure], TransferQueue] = TransferQueue,
     ) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._make_lane, self._lanes, self._failure = lane, dict[str, Lane](), _present[0]
+        self._make_queue, self._failure = make_queue, _failure_of_team[0]
+        self._queues: dict[str, TransferQueue] = {}
         self._name, self._text = "", ""
         self._messages: dict[str, int] = {}
-        """How many have gone each way between this rank and another."""
+        """Number of messages so far, by direction and peer."""
 
     def getBackendName(self) -> str:  # noqa: N802
-        """As torch's C++ asks for it."""
+        """Return the name of the backend; called by torch's C++ code."""
         return NAME
 
     def name(self) -> str:
-        """As torch's Python does."""
+        """Return the name of the backend; called by torch's Python code."""
         return NAME
 
     def _set_group_name(self, name: str) -> None:
@@ -297,29 +304,29 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """What torch calls this group; it keeps the names of its own in their backends."""
+        """Name that torch gave this group. torch's own groups keep it in their backends."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What torch says that it is for."""
+        """Description that torch gave this group."""
         return self._text
 
     def shutdown(self) -> None:
-        """Part from the peers."""
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes, self._gloo = {}, None
+        """Close the queues and the connections to the peers."""
+        for transfer_queue in self._queues.values():
+            transfer_queue.close()
+        self._queues, self._gloo = {}, None
 
     abort = shutdown
 
     # Collectives
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None, *rest: Any) -> dist.Work:
-        """Sum (or another operation) in place."""
+        """Sum tensors over all ranks in place, or reduce them by another operation."""
         operation = _operation(opts)
         for tensor in tensors:
-            if tensor.dtype not in SUMMED:
+            if tensor.dtype not in SUMMABLE_DTYPES:
                 raise NotImplementedError(f"{NAME}: allreduce of {tensor.dtype}")
             torch.ops.shardwise.allreduce_(tensor.detach())
 
@@ -333,7 +340,7 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """What one rank has, to all."""
+        """Copy one rank's tensors to all ranks."""
         root = opts.rootRank
 
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
@@ -344,7 +351,7 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
         return self._collective(tensors, tensors, send)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Everybody's tensor, to all, each into a tensor of its own."""
+        """Gather a tensor of each rank on all ranks, each into a tensor of its own."""
         if len(inputs) != 1:
             raise NotImplementedError(f"{NAME}: allgather of {len(inputs)} tensors at once")
 
@@ -357,29 +364,31 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Everybody's tensors, to all, each into one tensor."""
+        """Gather several tensors of each rank on all ranks, each into one output tensor."""
 
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
-            for own, everybody in zip(leaving, arriving, strict=True):
-                if own.numel():
-                    self._gloo.allgather([list(_bytes(everybody).chunk(self.size()))], [_bytes(own)]).wait()
+            for part, gathered in zip(leaving, arriving, strict=True):
+                if part.numel():
+                    self._gloo.allgather([list(_bytes(gathered).chunk(self.size()))], [_bytes(part)]).wait()
 
         return self._collective(inputs, outputs, send)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
-        """Everybody's tensor, to all, into one tensor."""
-        return self.all_gather_single_coalesced([output], [own])
+    def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> dist.Work:
+        """Gather a tensor of each rank on all ranks, into one output tensor."""
+        return self.all_gather_single_coalesced([output], [part])
 
     _allgather_base = all_gather_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Of each, which has a part for each rank, the sum of all ranks' parts for this one, added in the
-        order of ranks."""
-        if not _operation(opts) == dist.ReduceOp.SUM:  # torch's knows no `!=`
+        """Sum over all ranks the parts that are for this rank. Each input has one part for each rank.
+
+        The parts are added in the order of the ranks.
+        """
+        if not _operation(opts) == dist.ReduceOp.SUM:  # torch's ReduceOp does not define `!=`
             raise NotImplementedError(f"{NAME}: reduce_scatter with {_operation(opts)}")
         for tensor in inputs:
             torch.ops.shardwise.reduce_scatter_(tensor.detach())
@@ -400,43 +409,40 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter_single(self, output: Tensor, parts: Tensor, opts: Any = None) -> dist.Work:
-        """One tensor's."""
+        """Reduce-scatter one tensor."""
         return self.reduce_scatter_single_coalesced([output], [parts], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def all_to_all_single(
-        self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+        self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """Rows go to the ranks in order; without numbers of them, as many to each."""
-        row = (
-            own.element_size() * own[:1].numel()
-            if own.shape[0]
-            else output.element_size() * output[:1].numel()
-        )
-        coming, going = ([rows * row for rows in counts] for counts in (received, sent))
+        """Send rows to the ranks in order. If `sent` is empty, each rank gets the same number of rows."""
+        sample = rows if rows.shape[0] else output
+        row_bytes = sample.element_size() * sample[:1].numel()
+        coming, going = ([count * row_bytes for count in counts] for counts in (received, sent))
 
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
             self._gloo.alltoall_base(_bytes(arriving[0]), _bytes(leaving[0]), coming, going).wait()
 
-        return self._collective([own], [output], send)
+        return self._collective([rows], [output], send)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, *rest: Any) -> dist.Work:
-        """Until all have come, and what their streams had to do before is done."""
+        """Wait until all ranks have called this, and the earlier work of their streams is done."""
         return self._collective([], [], lambda leaving, arriving: self._gloo.barrier().wait())
 
     # Messages
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
-        """To one rank. Who sends need not wait until it has come."""
+        """Send a tensor to one rank. The sender need not wait until it has arrived."""
         return self._message(
             f"to {to}", tensors, [], lambda leaving, number: self._gloo.send(leaving, to, number).wait()
         )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
-        """From one rank."""
+        """Receive a tensor from one rank."""
         return self._message(
             f"from {source}",
             [],
@@ -458,38 +464,40 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
             carry([_bytes(tensor) for tensor in (*leaving, *arriving)], number)
 
-        return self._lane(way).start(Transfer(inputs, outputs, send))
+        return self._queue(way).start(Transfer(inputs, outputs, send))
 
     def _collective(
         self, inputs: list[Tensor], outputs: list[Tensor], send: Callable[[list[Tensor], list[Tensor]], None]
     ) -> dist.Work:
-        return self._lane("collectives").start(Transfer(list(inputs), list(outputs), send))
+        return self._queue("collectives").start(Transfer(list(inputs), list(outputs), send))
 
-    def _lane(self, name: str) -> Lane:
-        if name not in self._lanes:
+    def _queue(self, name: str) -> TransferQueue:
+        if name not in self._queues:
             if self._gloo is None:
                 raise RuntimeError(f"{NAME}: this group was left")
-            self._lanes[name] = self._make_lane(name, self._failure)
-        return self._lanes[name]
+            self._queues[name] = self._make_queue(name, self._failure)
+        return self._queues[name]
 
 
-_present = [Failure()]
-"""Of the team that this process is in."""
+_failure_of_team = [Failure()]
+"""The failure of the team that this process is in."""
 
 
 def register() -> None:
-    """Make the group known to torch, under `NAME`, for a team that begins."""
-    _present[0] = Failure()
+    """Register the group with torch under `NAME`, for a new team."""
+    _failure_of_team[0] = Failure()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cuda"])
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost:
-    return ThroughHost(store, rank, size, timeout, GpuLane)
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> HostMemoryGroup:
+    return HostMemoryGroup(store, rank, size, timeout, GpuTransferQueue)
 
 
-def _not_there(name: str) -> Callable[..., Any]:
-    def call(self: ThroughHost, *arguments: Any, **more: Any) -> Any:
+def _not_implemented(name: str) -> Callable[..., Any]:
+    """Return a method that raises an error which names the missing collective."""
+
+    def call(self: HostMemoryGroup, *arguments: Any, **more: Any) -> Any:
         raise NotImplementedError(f"{NAME}: {name}")
 
     return call
@@ -504,11 +512,13 @@ for _name in (
     "reduce_scatter",
     "scatter",
 ):
-    setattr(ThroughHost, _name, _not_there(_name))
+    setattr(HostMemoryGroup, _name, _not_implemented(_name))
 
 
 def _operation(opts: Any) -> Any:
-    """Of a sum: asked for in options, by itself, or not at all."""
+    """Return the reduction that options ask for: a field of them, the options themselves, or a sum by
+    default.
+    """
     operation, known = getattr(opts, "reduceOp", opts), dist.ReduceOp
     if operation is None:
         return known.SUM
@@ -518,5 +528,5 @@ def _operation(opts: Any) -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """gloo does not know all dtypes; bytes it does."""
+    """Return the bytes of a tensor, because gloo does not know all dtypes."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,11 +1,12 @@
-"""Who started this process, and who are its peers.
+"""How this process was launched, and its place among its peers.
 
-This is the only module that reads environment variables. Three situations exist:
+This is the only module that reads environment variables. There are three cases:
 
-- *alone*: someone typed a command. We start the local workers ourselves.
-- *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that
-  sets PET_* for torchrun). We start the local workers and meet the other nodes.
-- *worker*: one process a device already runs (torchrun, or srun with one task a device). We only join.
+- *alone*: a user typed a command. shardwise starts the workers of this machine itself.
+- *node*: something started one process on each node (srun with one task per node, or a Kubernetes operator
+  that sets PET_* for torchrun). shardwise starts the workers of this node and connects to the other nodes.
+- *worker*: one process per device is already running (torchrun, or srun with one task per device). This
+  process only joins the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shardwise.errors import UserError
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker among its peers, as the launcher numbered it."""
+    """One worker process, with the numbers that the launcher gave it."""
 
     rank: int
     world: int
@@ -32,14 +33,16 @@ class Worker:
     port: int
     launcher: str
     generation: int = 0
-    """Of the team it is in, where our own launcher formed one."""
+    """Number of the team that the worker is in, counted by shardwise's own launcher. Other launchers have one
+    team.
+    """
     store_name: str = ""
-    """Under which the teams of this run find each other in the store."""
+    """Prefix under which the teams of this run find each other in the store."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node of several; its workers are ours to start."""
+    """One node of several. This process starts the workers of the node."""
 
     nodes: int
     node_rank: int
@@ -47,22 +50,22 @@ class Node:
     address: str
     port: int
     run_id: str
-    """As the launcher names the run; empty where it does not."""
+    """Name that the launcher gave the run; empty if it gave none."""
     launcher: str
     secret: str | None = field(default=None, repr=False)
-    """By which the nodes of this run know each other, where the user gave one (SHARDWISE_SECRET)."""
+    """Secret by which the nodes of this run recognise each other, if the user set one (SHARDWISE_SECRET)."""
 
 
 ALONE: Literal["alone"] = "alone"
 GIVEN_INTERFACES = {name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
-"""Variables in which the user has named a network interface: these are obeyed."""
-LEAST_SECRET = 16
-"""Characters of a secret that nobody guesses."""
-Launched = Worker | Node | Literal["alone"]
+"""Variables in which the user named a network interface. shardwise does not change these."""
+MIN_SECRET_LENGTH = 16
+"""Minimum number of characters of a secret, so that nobody guesses it."""
+LaunchMode = Worker | Node | Literal["alone"]
 
 
-def launched(environment: Mapping[str, str] | None = None) -> Launched:
-    """How this process was started."""
+def launch_mode(environment: Mapping[str, str] | None = None) -> LaunchMode:
+    """Return how this process was started, according to its environment variables."""
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         return _torchrun(env)
@@ -107,7 +110,7 @@ def _slurm(env: Mapping[str, str]) -> Worker | Node:
 
 
 def _pet(env: Mapping[str, str]) -> Node:
-    nodes = env.get("PET_NNODES", "1").split(":")[-1]  # `2:4`, a range, means up to 4
+    nodes = env.get("PET_NNODES", "1").split(":")[-1]  # a range such as `2:4` means up to 4
     address, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
     workers = env.get("PET_NPROC_PER_NODE", "")
     return Node(
@@ -124,16 +127,14 @@ def _pet(env: Mapping[str, str]) -> Node:
 
 def _secret(env: Mapping[str, str]) -> str | None:
     secret = env.get("SHARDWISE_SECRET")
-    if secret is not None and len(secret) < LEAST_SECRET:
-        raise UserError(
-            f"environment variable SHARDWISE_SECRET has {len(secret)} characters; give at least "
-            f"{LEAST_SECRET}"
-        )
+    if secret is not None and len(secret) < MIN_SECRET_LENGTH:
+        problem = f"environment variable SHARDWISE_SECRET has {len(secret)} characters"
+        raise UserError(f"{problem}; give at least {MIN_SECRET_LENGTH}")
     return secret
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list such as `gpu[003-006,9],login1`."""
+    """Return the first host of a Slurm node list such as `gpu[003-006,9],login1`."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
     return f"{match[1]}{match[2] or ''}" if match else nodes
 
@@ -150,38 +151,40 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def threads_of_worker(workers: int) -> int:
-    """Threads that each of so many workers on this machine computes with: what the user set, or a fair share
-    of the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[
-        0
-    ]  # a list is for nested regions, of which torch has none
+    """Return the number of threads of each of `workers` workers on this machine.
+
+    That is the number that the user set (OMP_NUM_THREADS), or an equal share of the cores.
+    """
+    # A list of numbers is for nested parallel regions, which torch does not have.
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdigit() and int(given) else max(1, cores() // workers)
 
 
 def agent_has_store() -> bool:
-    """Whether torchrun's agent, who is there before its workers are, has the store in which they meet."""
+    """Return whether torchrun's agent, which starts before its workers, holds the store that they
+    connect to.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def gpus_are_hidden() -> bool:
-    """Whether the environment says that this process may use no GPU."""
+    """Return whether the environment says that this process may not use a GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
 def worker_environment(workers: int) -> dict[str, str]:
-    """What our own workers need in their environment: a fair share of the cores."""
+    """Return the environment variables that shardwise sets for its workers: an equal share of the cores."""
     return {"OMP_NUM_THREADS": str(threads_of_worker(workers))}
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can make again (the XDG base directories)."""
+    """Return the folder in which this user's programs keep files that they can create again (XDG)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    base = (
-        Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    )  # a relative one is to be ignored
+    # The XDG specification says that a relative path must be ignored.
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
     return base / "shardwise"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import UserError
-from shardwise.mesh import ALONE, Launched, Node, Worker, launched, worker_environment
-from shardwise.mesh.launched import first_host, threads_of_worker
+from shardwise.mesh import ALONE, LaunchMode, Node, Worker, launch_mode, worker_environment
+from shardwise.mesh.environment import first_host, threads_of_worker
 
 TORCHRUN = {
     "RANK": "5",
@@ -23,7 +23,7 @@ SLURM = {
     "SLURM_NODEID": "1",
     "SLURM_NTASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
 }  # fmt: skip
-ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
+ENVIRONMENTS: dict[str, tuple[dict[str, str], LaunchMode]] = {
     "nothing": ({"HOME": "/root", "PATH": "/bin"}, ALONE),
     "torchrun": (TORCHRUN, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
     "torchrun, least said": ({"RANK": "0", "WORLD_SIZE": "1"}, Worker(0, 1, 0, 1, "localhost", 29500,
@@ -67,7 +67,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_how_a_process_was_started_is_read_from_its_environment(name: str) -> None:
     environment, expected = ENVIRONMENTS[name]
-    assert launched(environment) == expected
+    assert launch_mode(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_how_a_process_was_started_is_read_from_its_environment(name: str) -> No
 )
 def test_a_variable_that_is_no_number_is_named(environment: dict[str, str], variable: str) -> None:
     with pytest.raises(UserError, match=f"environment variable {variable} = .*expected a number"):
-        launched(environment)
+        launch_mode(environment)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_tasks_of_one_srun_agree_on_their_meeting_point_and_number_themselve
     workers = []
     for rank in range(nodes * devices):
         own = {"SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % devices)}
-        worker = launched({**shared, **own, "SLURM_STEP_NODELIST": f"n[1-{nodes}]" if nodes > 1 else "n1"})
+        worker = launch_mode({**shared, **own, "SLURM_STEP_NODELIST": f"n[1-{nodes}]" if nodes > 1 else "n1"})
         assert isinstance(worker, Worker)
         workers.append(worker)
     assert {(one.address, one.port, one.world, one.local_world) for one in workers} == {
@@ -134,18 +134,18 @@ def test_our_workers_share_the_cores_and_what_the_user_set_is_respected(
 
 
 def test_a_secret_is_taken_from_the_environment_unless_it_can_be_guessed() -> None:
-    node = launched({"PET_NNODES": "2", "SHARDWISE_SECRET": "0123456789abcdef"})
+    node = launch_mode({"PET_NNODES": "2", "SHARDWISE_SECRET": "0123456789abcdef"})
     assert isinstance(node, Node)
     assert node.secret == "0123456789abcdef"
     assert "0123456789abcdef" not in repr(node), "it would be seen in a log"
     with pytest.raises(UserError, match="SHARDWISE_SECRET has 3 characters; give at least 16"):
-        launched({"PET_NNODES": "2", "SHARDWISE_SECRET": "abc"})
+        launch_mode({"PET_NNODES": "2", "SHARDWISE_SECRET": "abc"})
 
 
 def test_the_real_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PET_")) or name in TORCHRUN]:
         monkeypatch.delenv(name)
-    assert launched() == ALONE
+    assert launch_mode() == ALONE
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launched() == Worker(1, 2, 0, 1, "localhost", 29500, "torchrun")
+    assert launch_mode() == Worker(1, 2, 0, 1, "localhost", 29500, "torchrun")

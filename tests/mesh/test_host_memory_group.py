@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch import all_gather_single, reduce_scatter_single
-from shardwise.mesh import Worker, leave, peer_is_gone, through_host
+from shardwise.mesh import Worker, host_memory_group, leave, peer_is_gone
+from shardwise.mesh.host_memory_group import HostMemoryGroup
 from shardwise.mesh.mesh import _rendezvous
-from shardwise.mesh.through_host import ThroughHost
 from shardwise.verify.sums import SumRecorder
 
 Ranks = Callable[[int], Pool]
@@ -39,21 +39,21 @@ SECONDS = 40.0
 
 def meet(worker: Worker, device: str, longest_delay: float = 0.0) -> None:
     """Make the group the default one of this process."""
-    through_host.longest_delay = longest_delay
+    host_memory_group.longest_delay = longest_delay
     if device == "cuda":
         torch.cuda.set_device(0)
-    through_host.register()
+    host_memory_group.register()
     if ON_HOST not in dist.Backend.backend_list:
         dist.Backend.register_backend(ON_HOST, _on_host, devices=["cpu"])
-    name = through_host.NAME if device == "cuda" else ON_HOST
+    name = host_memory_group.NAME if device == "cuda" else ON_HOST
     timeout = timedelta(seconds=60)
     dist.init_process_group(
         name, rank=worker.rank, world_size=worker.world, timeout=timeout, **_rendezvous(worker)
     )
 
 
-def _on_host(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost:
-    return ThroughHost(store, rank, size, timeout)
+def _on_host(store: Any, rank: int, size: int, timeout: timedelta) -> HostMemoryGroup:
+    return HostMemoryGroup(store, rank, size, timeout)
 
 
 def same(actual: Tensor, expected: Any) -> None:
@@ -295,7 +295,7 @@ def test_torchs_own_engines_train_as_one_process_does(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sums_are_seen_by_who_watches_operators(ranks: Ranks, device: str) -> None:
-    where = "tests/mesh/test_through_host.py sums_that_are_seen"
+    where = "tests/mesh/test_host_memory_group.py sums_that_are_seen"
     for seen in ranks(2).run(sums_that_are_seen, device, seconds=SECONDS):
         assert seen == [("allreduce_", where), ("reduce_scatter_", where)]
 
