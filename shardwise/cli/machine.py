@@ -25,18 +25,18 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
             f"no [cluster] given, and this machine cannot be measured: {problem}; or name one: "
             f"cluster.preset=h100x8"
         )
-    from shardwise.probe.local import local_workers
-    from shardwise.probe.quick import quick_cluster, remembered
+    from shardwise.probe.probe_workers import worker_count
+    from shardwise.probe.quick_probe import quick_cluster, valid_cache_file
 
-    count = local_workers(workers)
-    if remembered(count) is None:
+    count = worker_count(workers)
+    if valid_cache_file(count) is None:
         typer.echo(
             f"no [cluster] given: measuring this machine with {counted(count, 'worker')}, a few "
             f"seconds, once",
             err=True,
         )
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
-    return cluster, remembered(count)
+    return cluster, valid_cache_file(count)
 
 
 def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:

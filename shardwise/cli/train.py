@@ -260,7 +260,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
-    from shardwise.probe.quick import remembered
+    from shardwise.probe.quick_probe import valid_cache_file
     from shardwise.resilience.server import start_server
     from shardwise.train.launch import WORKERS_IMPORT
     from shardwise.train.planner import Planner, left_to_the_planner
@@ -270,7 +270,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     cluster, file = asked_for(config), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
-        path = remembered(local_workers)
+        path = valid_cache_file(local_workers)
         if path is None and searches:
             start_server(WORKERS_IMPORT)  # the probe's workers are forked from the server that the run's are
             cluster, path = this_machine(local_workers)

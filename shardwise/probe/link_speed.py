@@ -1,13 +1,13 @@
-"""Measuring collectives: each kind over each size of group, inside a node and between nodes.
+"""Measure collectives: each kind over each size of group, inside a node and between nodes.
 
-Groups are made of neighbours, as the mesh makes them, and all groups of a size talk at the same moment, as
-they do in training: two pairs on one machine share what one pair would have alone. Between nodes a group has
-one device of each node, and the others of the nodes have groups of their own, so each device is left with its
+Groups consist of neighbours, as on the mesh, and all groups of a size communicate at the same moment, as in
+training: two pairs on one machine share what one pair would have alone. Between nodes, a group has one device
+of each node, and the other devices of the nodes form groups of their own. Each device therefore gets only its
 share of the network.
 
-Bytes are those of the full tensor (observe/ledger.py). A broadcast takes turns in who sends it, since
-otherwise the sender could run ahead; a send goes to the next in the group while one comes from the one
-before, as in a pipeline or a ring.
+Bytes are those of the full tensor (observe/ledger.py). The root of a broadcast changes with every call,
+because a fixed root could run ahead of the others. A send goes to the next rank of the group while a receive
+comes from the previous one, as in a pipeline or a ring.
 """
 
 from __future__ import annotations
@@ -23,37 +23,42 @@ from shardwise.comm.gloo import all_gather, exchange, reduce_scatter
 from shardwise.cost.cluster import KINDS, Link, Measured
 from shardwise.mesh import Worker
 from shardwise.probe.bench import TIMEOUT, Bench
-from shardwise.probe.budget import Budget
 from shardwise.probe.fit import fit_collective
-from shardwise.probe.progress import ProbeProgress
+from shardwise.probe.probe_budget import Budget
+from shardwise.probe.probe_progress import ProbeProgress
 
-UNKNOWN = Link(bandwidth=25e9, latency=10e-6)
-"""Stands for the links of a single device, over which nothing goes."""
+UNUSED_LINK = Link(bandwidth=25e9, latency=10e-6)
+"""Link of a single device, which is never used."""
 LONG_CALL = 0.25
-"""Seconds: after a call this long no larger one is tried, once there are enough to draw a line through."""
-ENOUGH = 4
-ITEM = 4
-"""Bytes of a float32."""
+"""Seconds of a call after which no larger size is measured, once there are enough sizes for a fit."""
+MIN_SIZES = 4
+"""Number of sizes that are enough for a fit."""
+FLOAT32_BYTES = 4
+"""Number of bytes of a float32."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """All ranks in groups of one size, which talk at the same time."""
+    """All ranks, split into groups of one size that communicate at the same time."""
 
     members: int
     groups: tuple[tuple[int, ...], ...]
 
 
-def inside(world: int, per_node: int, every: bool = True) -> list[Grouping]:
-    """Groups of neighbours in a node, for every size that divides it, or for the whole node only."""
+def groups_inside_nodes(world: int, per_node: int, every: bool = True) -> list[Grouping]:
+    """Return groups of neighbours in a node, for every size that divides the node, or for the whole node
+    only.
+    """
     return [
         Grouping(members, tuple(tuple(range(first, first + members)) for first in range(0, world, members)))
         for members in _sizes(per_node, every)
     ]
 
 
-def between(world: int, per_node: int, every: bool = True) -> list[Grouping]:
-    """Groups with one device of each of so many neighbouring nodes."""
+def groups_between_nodes(world: int, per_node: int, every: bool = True) -> list[Grouping]:
+    """Return groups with one device of each of several neighbouring nodes, for every number of nodes or for
+    all.
+    """
     return [
         Grouping(
             members,
@@ -71,27 +76,25 @@ def _sizes(most: int, every: bool) -> list[int]:
     return [size for size in range(2, most + 1) if most % size == 0 and (every or size == most)]
 
 
-def cells(budget: Budget, worker: Worker) -> int:
-    """How many things are timed, at most."""
-    groupings = inside(worker.world, worker.local_world, budget.every_group)
-    groupings += between(worker.world, worker.local_world, budget.every_group)
+def measurement_count(budget: Budget, worker: Worker) -> int:
+    """Return the maximum number of things that `measure_links` times."""
+    groupings = groups_inside_nodes(worker.world, worker.local_world, budget.every_group)
+    groupings += groups_between_nodes(worker.world, worker.local_world, budget.every_group)
     return len(groupings) * len(KINDS) * len(budget.sizes)
 
 
 def measure_links(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> tuple[Link, Link]:
-    """The links inside a node, and those between nodes."""
-    near = _measure(
-        bench, worker, inside(worker.world, worker.local_world, budget.every_group), budget, progress
-    )
-    far = _measure(
-        bench, worker, between(worker.world, worker.local_world, budget.every_group), budget, progress
-    )
-    node = _link(near) or UNKNOWN
+    """Measure the links inside a node and those between nodes."""
+    inside = groups_inside_nodes(worker.world, worker.local_world, budget.every_group)
+    near = _measure(bench, worker, inside, budget, progress)
+    between = groups_between_nodes(worker.world, worker.local_world, budget.every_group)
+    far = _measure(bench, worker, between, budget, progress)
+    node = _link(near) or UNUSED_LINK
     return node, _link(far) or Link(node.bandwidth, node.latency)
 
 
 def _link(rows: Sequence[Measured]) -> Link | None:
-    """A link's own figures are those of the widest all-reduce, which a ring runs in 2 (n - 1) hops."""
+    """Return a link with the numbers of the largest all-reduce, which a ring runs in 2 (n - 1) hops."""
     sums = [row for row in rows if row.kind == "all_reduce"]
     if not sums:
         return None
@@ -104,16 +107,15 @@ def _measure(
 ) -> list[Measured]:
     rows = []
     for grouping in groupings:
-        # Every rank takes part in making every group.
+        # Every rank must take part in creating every group.
         process_groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in grouping.groups]
-        own = process_groups[
-            next(index for index, ranks in enumerate(grouping.groups) if worker.rank in ranks)
-        ]
+        index = next(index for index, ranks in enumerate(grouping.groups) if worker.rank in ranks)
+        group = process_groups[index]
         for kind in KINDS:
-            sizes, times = _times(bench, worker, kind, own, grouping.members, budget.sizes, progress)
+            sizes, times = _times(bench, worker, kind, group, grouping.members, budget.sizes, progress)
             fitted = fit_collective(kind, grouping.members, sizes, times)
             rows.append(Measured(kind, grouping.members, fitted.latency, fitted.bandwidth))
-        dist.destroy_process_group(own)
+        dist.destroy_process_group(group)
     return rows
 
 
@@ -130,18 +132,18 @@ def _times(
     times: list[float] = []
     for bytes in full_sizes:
         progress.next(f"{kind} over {members}")
-        if times and times[-1] > LONG_CALL and len(times) >= ENOUGH:
+        if times and times[-1] > LONG_CALL and len(times) >= MIN_SIZES:
             continue
-        part = max(1, bytes // (ITEM * members))  # elements of each member
+        part = max(1, bytes // (FLOAT32_BYTES * members))  # number of elements of each member
         times.append(bench.seconds(_collective(kind, part, group, bench.device, worker)))
-        sizes.append(part * members * ITEM)
+        sizes.append(part * members * FLOAT32_BYTES)
     return sizes, times
 
 
 def _collective(
     kind: str, part: int, group: dist.ProcessGroup, device: torch.device, worker: Worker
 ) -> Callable[[], object]:
-    """One call of this kind on a full tensor of `part` elements for each member."""
+    """Return a function that runs one collective on a full tensor with `part` elements for each member."""
     members, rank = group.size(), group.rank()
     full, result = torch.zeros(members * part, device=device), torch.zeros(members * part, device=device)
     piece = torch.zeros(part, device=device)

@@ -1,8 +1,8 @@
-"""The workers of a probe on this machine: started together, heard, and ended together, whatever happens.
+"""The workers of a probe on this machine: started together, and ended together whatever happens.
 
-The first one tells what it measures, each ends with its answer or its failure (resilience/forked.py). The
-first failure ends all, since the others would wait for the failed one; so does a silence that no measurement
-takes. No worker outlives the call.
+The first worker reports what it measures. Each worker ends with its result or its error
+(resilience/forked.py). The first error ends all workers, because the others would wait for the failed one. A
+silence longer than any measurement ends them too. No worker outlives the call.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ import psutil
 from shardwise.cost.cluster import Cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, Worker, cores
-from shardwise.probe.budget import Budget
-from shardwise.probe.progress import Tell, silent
+from shardwise.probe.probe_budget import Budget
+from shardwise.probe.probe_progress import ProgressCallback, no_progress
 from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
 from shardwise.resilience.server import start_server
 
-PRELOAD = ["shardwise.probe.measure"]
-SILENCE = 150.0
-"""Seconds without a word, longer than a collective may take to fail: then the workers wait for each other in
-vain."""
-BUSY = 0.3
-"""Share of the cores in others' use above which figures would be theirs as much as the machine's."""
+PRELOAD = ["shardwise.probe.measure_cluster"]
+SILENCE_SECONDS = 150.0
+"""Seconds without a message after which the workers are taken to be stuck. A collective fails earlier."""
+BUSY_SHARE = 0.3
+"""Fraction of the cores used by other programs above which the measurements would be wrong."""
 
 
 @dataclass(frozen=True)
 class _Measuring:
-    """Sent by the first worker: what is being timed, and the share of the probe that is done."""
+    """Sent by the first worker: what is measured now, and the fraction of the probe that is done."""
 
     what: str
     share: float
@@ -43,52 +42,56 @@ class _Measuring:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Sent by a worker that has measured all: the last of its messages."""
+    """Last message of a worker that has finished: its result."""
 
     cluster: Cluster
 
 
 @dataclass(frozen=True)
 class _MeasurementFailed:
-    """Sent by a worker that could not: the last of its messages."""
+    """Last message of a worker that could not finish."""
 
     rank: int
     echo: bool
-    """Whether it only tells that another worker is gone."""
+    """Whether the error only says that another worker has ended."""
     message: str
 
 
-def local_workers(requested: int | None, node: Node | None = None) -> int:
-    """How many workers this machine is measured with: as asked, or one a GPU, or as many as cores, from 2 to
-    4."""
+def worker_count(requested: int | None, node: Node | None = None) -> int:
+    """Return how many workers measure this machine.
+
+    That is the number requested; else one per GPU; else as many as cores, from 2 to 4.
+    """
     from shardwise.mesh import local_gpus
 
     gpus = local_gpus()
     if requested is not None and 0 < gpus < requested:
-        raise UserError(
-            f"--workers {requested}: this machine has {gpus} GPU{'s'[: gpus > 1]}; give at most {gpus}"
-        )
+        plural = "s" if gpus > 1 else ""
+        raise UserError(f"--workers {requested}: this machine has {gpus} GPU{plural}; give at most {gpus}")
     return requested or (node.workers if node else None) or gpus or min(4, max(2, cores()))
 
 
-def others_busy() -> str | None:
-    """Whether other programs keep this machine from showing what it can do, in words."""
+def busy_warning() -> str | None:
+    """Return a warning if other programs use too much of this machine for good measurements; else None."""
     share = psutil.cpu_percent(interval=0.2) / 100
-    if share < BUSY:
+    if share < BUSY_SHARE:
         return None
     return (
-        f"other programs use {share:.0%} of this machine's cores, so the figures will be low; measure again "
-        f"when it is quiet"
+        f"other programs use {share:.0%} of this machine's cores, so the figures will be low; "
+        "measure again when it is quiet"
     )
 
 
-def measure_here(
-    workers: int, budgets: Mapping[str, Budget], tell: Tell = silent, node: Node | None = None
+def measure_this_machine(
+    workers: int,
+    budgets: Mapping[str, Budget],
+    on_progress: ProgressCallback = no_progress,
+    node: Node | None = None,
 ) -> Cluster:
-    """Measure with so many workers on this machine, and those of the other nodes where there are several."""
+    """Measure with this number of workers on this machine, together with the other nodes if there are any."""
     start_server(PRELOAD)
     with _started(_numbered(workers, node), budgets) as processes:
-        return _listen(processes, tell)
+        return _listen(processes, on_progress)
 
 
 def _numbered(workers: int, node: Node | None) -> list[Worker]:
@@ -112,34 +115,33 @@ def _started(workers: list[Worker], budgets: Mapping[str, Budget]) -> Iterator[l
             end(processes)
 
 
-def _listen(processes: list[Forked], tell: Tell) -> Cluster:
-    """Take messages until all workers have answered; the cluster as the first of them measured it."""
+def _listen(processes: list[Forked], on_progress: ProgressCallback) -> Cluster:
+    """Receive messages until all workers have answered. Return the cluster that the first of them
+    measured.
+    """
     answers: dict[int, Cluster] = {}
     waiting = list(processes)
     while waiting:
-        speaking = ready(waiting, SILENCE)
+        speaking = ready(waiting, SILENCE_SECONDS)
         if not speaking:
-            raise RunFailed(
-                f"probe: no word from workers {[process.rank for process in waiting]} for {SILENCE:.0f} s; "
-                f"try again"
-            )
+            ranks = [process.rank for process in waiting]
+            raise RunFailed(f"probe: no word from workers {ranks} for {SILENCE_SECONDS:.0f} s; try again")
         for process in speaking:
             message = process.hear()
             if isinstance(message, _Measuring):
-                tell(message.what, message.share)
+                on_progress(message.what, message.share)
                 continue
             waiting.remove(process)
             if not isinstance(message, _Answer):
                 others = last_messages(waiting, lambda message: not isinstance(message, _Measuring))
-                raise _cause(
-                    [message, *(other for other in others if not isinstance(other, _Answer))], len(processes)
-                )
+                failures = [other for other in others if not isinstance(other, _Answer)]
+                raise _cause([message, *failures], len(processes))
             answers[process.rank] = message.cluster
     return answers[processes[0].rank]
 
 
 def _cause(failures: list[_MeasurementFailed | Died], count: int) -> RunFailed:
-    # The earliest that is no echo.
+    # This is the earliest error that is not a consequence of another worker's end.
     first = min(failures, key=lambda failure: isinstance(failure, _MeasurementFailed) and failure.echo)
     return RunFailed(f"probe: worker {first.rank} of {count} failed, nothing was written: {first.message}")
 
@@ -153,16 +155,18 @@ def _measured(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -
 
 def _answer(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> _Answer | _MeasurementFailed:
     from shardwise.mesh import peer_is_gone
-    from shardwise.probe.measure import measure
+    from shardwise.probe.measure_cluster import measure_cluster
 
-    def tell(what: str, share: float) -> None:
+    def on_progress(what: str, share: float) -> None:
         pipe.send(_Measuring(what, share))
 
     try:
-        return _Answer(measure(worker, budgets, tell if worker.local_rank == 0 else silent))
+        return _Answer(
+            measure_cluster(worker, budgets, on_progress if worker.local_rank == 0 else no_progress)
+        )
     except UserError as error:
         return _MeasurementFailed(worker.rank, False, str(error))
-    except BaseException as error:  # whatever it is, it belongs to whoever asked
+    except BaseException as error:  # every error is reported to the process that started the probe
         return _MeasurementFailed(
             worker.rank, peer_is_gone(error), "".join(traceback.format_exception(error))
         )

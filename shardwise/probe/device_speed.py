@@ -1,15 +1,13 @@
-"""Measuring a device: its products, attention, memory, the host that starts its kernels, and the way to the
-host's memory.
+"""Measure a device: matrix products, attention, memory bandwidth, kernel launches, and transfers to the host.
 
-A GPU's peak and memory bandwidth are the data sheet's where that is known (the driver tells the memory's
-clock and width), and what is measured are the shares of it that real kernels reach. The share of large
-products is that of two seconds without a pause, because GPUs slow down when they reach their limit of power,
-which takes a moment. Where there is no data sheet, the best seen stands for it.
+For a GPU, the peak and the memory bandwidth come from the data sheet where it is known (the driver tells the
+memory's clock and bus width). The measurements then give the fraction of it that real kernels reach. For
+large products that fraction is measured over two seconds without a pause, because GPUs slow down some time
+after they reach their power limit. Without a data sheet, the best measurement takes its place.
 
-The figures of a CPU are the whole machine's, as its workers reach them together: each worker does its own
+For a CPU, the numbers are those of the whole machine with all its workers: each worker computes its own
 products at the same time as the others, on its share of the cores, and their speeds are added. Elementwise
-kernels make a new tensor each time here, as they do in training, so that the cost of fresh memory is in the
-figure.
+kernels allocate a new tensor each time, as in training, so that the cost of new memory is included.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from shardwise.models.attention import attention_backends
 from shardwise.models.products import linear
 from shardwise.observe import peak_flops
 from shardwise.probe.bench import Bench
-from shardwise.probe.budget import MIB, Budget
 from shardwise.probe.fit import (
     Shape,
     Speed,
@@ -43,25 +40,33 @@ from shardwise.probe.fit import (
     product_flops,
     speed_with_knee,
 )
-from shardwise.probe.progress import ProbeProgress
+from shardwise.probe.probe_budget import MIB, Budget
+from shardwise.probe.probe_progress import ProbeProgress
 
 PRECISIONS = {"cpu": ("float32", "bfloat16", "float64"), "cuda": ("bfloat16", "float16", "float32", "float8")}
-"""The first is the main one, whose knee is found; of the others only the speed."""
+"""Precisions to measure. The first is the main one, whose knee is measured; for the others only the
+speed is.
+"""
 TOO_SLOW = 50.0
-"""A precision that takes so many times as long as the main one has no kernel of its own here."""
+"""A precision that takes this many times as long as the main one has no kernel of its own on this device."""
 TRIAL: Shape = (256, 256, 256)
+"""Shape of the product that decides whether a precision is measured."""
 SUSTAINED: Shape = (8192, 8192, 8192)
+"""Shape of the product that is repeated without a pause."""
 HEADS, HEAD_DIM = 8, 128
+"""Number of attention heads, and the size of each."""
 TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Of one call of attention, in as many sequences as that makes."""
+"""Tokens in one call of attention, by device type. They are split into sequences of the measured length."""
 
 PARTS = 8
-"""Tensors that elementwise kernels go round, so that what they read has left the caches."""
+"""Number of tensors that elementwise kernels use in turn, so that their inputs are no longer in the
+caches.
+"""
 
 
 @dataclass(frozen=True)
 class _Products:
-    """How fast one worker computed matrix products."""
+    """Speed at which one worker computed matrix products."""
 
     precision: str
     main: Speed
@@ -70,18 +75,23 @@ class _Products:
 
     @property
     def flops(self) -> dict[str, float]:
-        """In every precision."""
+        """FLOP/s in every measured precision."""
         return {self.precision: self.main.flops, **self.others}
 
 
 BETWEEN_OTHERS = 1.03
-"""How much quicker a large product is inside a training step than without pause: kernels that only move
-memory draw less power in between (benchmarks/planner_gpu.py, eight jobs on an H200)."""
+"""Speed of a large product inside a training step, relative to its speed without a pause.
+
+It is higher because kernels that only move memory draw less power in between (benchmarks/planner_gpu.py,
+eight jobs on an H200).
+"""
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """Those that a device has units for, main one first: before Ampere, GPUs have none for bfloat16; before
-    Ada, for float8."""
+    """Return the precisions that a device has units for, the main one first.
+
+    GPUs before Ampere have none for bfloat16, and GPUs before Ada have none for float8.
+    """
     kinds = PRECISIONS[device.type]
     if device.type == "cpu":
         return kinds
@@ -91,26 +101,27 @@ def precisions(device: torch.device) -> tuple[str, ...]:
     )
 
 
-def cells(budget: Budget, device_type: str) -> int:
-    """How many things `measure_device` times, at most."""
+def measurement_count(budget: Budget, device_type: str) -> int:
+    """Return the maximum number of things that `measure_device` times."""
     others = (len(PRECISIONS[device_type]) - 1) * (1 + len(budget.few_shapes))
     return len(budget.shapes) + others + len(budget.lengths) + 6
 
 
 def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> Device:
-    """The device of each worker, or the CPU that they share. What a GPU's runtime takes of its memory is
-    looked at later."""
+    """Measure the device of each worker, or the CPU that the workers share.
+
+    The memory that a GPU's runtime uses is measured later, by `gpu_overhead`.
+    """
     device = bench.device
     launch = _launch(bench, progress)
-    resident = float(psutil.Process().memory_info().rss)  # before the probe's own tensors
+    resident = float(psutil.Process().memory_info().rss)  # measured before the probe allocates tensors
     streams = [_stream(bench, budget, progress)]
     products = _products(bench, budget, launch, progress)
     streams.append(_stream(bench, budget, progress))
     attending = _attention(bench, budget, launch, progress)
     streams.append(_stream(bench, budget, progress))
-    streamed = max(
-        streams
-    )  # other guests of a machine can take most of its memory's bandwidth for seconds at a time
+    # Other virtual machines on the host can use most of the memory bandwidth for seconds at a time.
+    streamed = max(streams)
     if device.type == "cuda":
         return _gpu(bench, products, attending, streamed, launch, progress)
     workers = worker.local_world
@@ -149,7 +160,7 @@ def _gpu(
         **{key: peak_flops(name, key) or speed / share for key, speed in products.others.items()},
     }
     narrow = {}
-    if "float8" in peaks:  # no whole share of the other precisions' peak: it has one of its own
+    if "float8" in peaks:  # products in float8 reach another fraction of their peak
         peaks["float8"] = sheet.device.peak.get("float8", peaks["float8"]) if sheet else peaks["float8"]
         narrow["matmul_float8"] = min(1.0, products.others["float8"] / peaks["float8"])
     bandwidth = sheet.device.bandwidth if sheet else _clocked_bandwidth(bench.device) or streamed
@@ -174,8 +185,10 @@ def _gpu(
 
 
 def data_sheet(name: str, memory: float) -> Cluster | None:
-    """The preset with this very device, if there is one: a preset's first word in the name, the same peak,
-    and its memory."""
+    """Return the preset cluster that has this device; None if there is none.
+
+    The first word of its name must be in the device's name, and the peak and the memory must be the same.
+    """
     for key, preset in CLUSTERS.items():
         peak = preset.device.peak.get("float16")
         same = key.partition("-")[0] in re.split("[- ]", name.lower()) and peak == peak_flops(name, "float16")
@@ -185,19 +198,23 @@ def data_sheet(name: str, memory: float) -> Cluster | None:
 
 
 def gpu_overhead(device: torch.device) -> float:
-    """Bytes in use on a GPU that are none of torch's tensors: contexts, libraries, communication buffers,
-    other programs."""
+    """Return the bytes in use on a GPU that are not torch's tensors.
+
+    These are contexts, libraries, communication buffers and other programs.
+    """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return float(total - free - torch.cuda.memory_reserved(device))
 
 
-# -- one thing each ------------------------------------------------------------------------------------------
+# -- one measurement each ------------------------------------------------------------------------------------
 
 
 def _launch(bench: Bench, progress: ProbeProgress) -> float:
-    """Seconds the host takes to start a kernel: of a tiny one, in which the kernel itself is no time, or runs
-    meanwhile."""
+    """Return the seconds that the host takes to start a kernel.
+
+    The kernel is so small that its own time does not count, or it runs while the host continues.
+    """
     progress.next("starting kernels")
     tiny = torch.ones(16, device=bench.device)
     return bench.seconds(lambda: tiny + tiny)
@@ -206,12 +223,11 @@ def _launch(bench: Bench, progress: ProbeProgress) -> float:
 def _products(bench: Bench, budget: Budget, launch: float, progress: ProbeProgress) -> _Products:
     main, *rest = precisions(bench.device)
     sustained = _sustained(bench, main, budget.sustained, progress) if budget.sustained else None
-    launch_seconds = (
-        launch if bench.device.type == "cpu" else None
-    )  # on a GPU kernels follow each other without it
+    # On a GPU, kernels follow each other without waiting for the host.
+    launch_seconds = launch if bench.device.type == "cpu" else None
     times = _product_times(bench, main, budget.shapes, progress)
     speed = fit_products(budget.shapes, times, launch_seconds)
-    if sustained is not None:  # the large product too has short sides, if hardly
+    if sustained is not None:  # corrects for the sides of the large product, which are not infinitely long
         sustained *= BETWEEN_OTHERS * (1 + speed.knee * sum(1 / side for side in SUSTAINED))
     others = {}
     for precision in rest:
@@ -231,14 +247,12 @@ def _sustained(bench: Bench, precision: str, seconds: float, progress: ProbeProg
 def _other(
     bench: Bench, precision: str, budget: Budget, main: Speed, launch: float, progress: ProbeProgress
 ) -> float | None:
-    """FLOP/s in another precision, if the device does it to any use."""
-    expected = (
-        float(product_flops([TRIAL])[0]) / main.flops * (1 + main.knee * sum(1 / side for side in TRIAL))
-        + launch
-    )
+    """Return the FLOP/s in another precision; None if the device has no usable kernel for it."""
+    slowdown = 1 + main.knee * sum(1 / side for side in TRIAL)
+    expected = float(product_flops([TRIAL])[0]) / main.flops * slowdown + launch
     try:
         [trial] = _product_times(bench, precision, [TRIAL], progress)
-    except RuntimeError:  # no such kernel: the same on every worker, so none of them waits
+    except RuntimeError:  # there is no such kernel; that holds for every worker, so none of them waits
         return None
     if bench.device.type == "cpu" and trial > TOO_SLOW * expected:
         return None
@@ -267,7 +281,7 @@ def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[],
 
 
 def _random(rows: int, columns: int, precision: str, device: torch.device) -> Tensor:
-    """Zeros would not do: a GPU draws less power for them, and runs faster."""
+    """Return random numbers. With zeros a GPU would draw less power and run faster."""
     return torch.randn(rows, columns, device=device).to(getattr(torch, precision))
 
 
@@ -278,7 +292,7 @@ def _attention(bench: Bench, budget: Budget, launch: float, progress: ProbeProgr
         progress.next("attention")
         batch = max(1, TOKENS[bench.device.type] // length)
         x = torch.randn(3, batch, length, HEADS, HEAD_DIM, device=bench.device, dtype=dtype)
-        # (batch, heads, length, head_dim) each, laid out as projections leave them.
+        # Each is (batch, heads, length, head_dim), with the strides that projections give it.
         query, key, value = x.transpose(2, 3)
         attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
         with attention_backends(bench.device.type):
@@ -288,7 +302,7 @@ def _attention(bench: Bench, budget: Budget, launch: float, progress: ProbeProgr
 
 
 def _stream(bench: Bench, budget: Budget, progress: ProbeProgress) -> float:
-    """Bytes a second that an elementwise kernel reads and writes."""
+    """Return the bytes per second that an elementwise kernel reads and writes."""
     progress.next("memory")
     size = int(min(budget.stream_bytes, device_memory(1) / 64)) // PARTS
     parts = cycle([torch.ones(size // 4, device=bench.device) for _ in range(PARTS)])
@@ -309,8 +323,11 @@ def _to_host_and_back(bench: Bench, progress: ProbeProgress) -> float:
 
 
 def _clocked_bandwidth(device: torch.device) -> float | None:
-    """Bytes/s of a GPU's memory by its clock and the width of its bus, which moves data twice a cycle; None
-    where untold."""
+    """Return the bytes per second of a GPU's memory, from its clock and bus width; None if the driver tells
+    none.
+
+    The memory moves data twice per cycle.
+    """
     properties = torch.cuda.get_device_properties(device)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2 * clock * 1e3 * width / 8 or None  # kHz, bits
+    return 2 * clock * 1e3 * width / 8 or None  # the clock is in kHz, the width in bits

@@ -1,9 +1,9 @@
-"""How long a probe takes: which sizes it tries, and how often.
+"""How long a probe takes: which sizes it measures, and how often.
 
-Each time is the median of a few windows, each of many calls. A window is long enough that the clock, the
-start of the workers and turns on the cores do not count (tens of milliseconds on a CPU). The full probe keeps
-under two minutes with four workers on two cores; the quick one gives the same figures from fewer sizes, in
-seconds, for training without a cluster file.
+Each time is the median over a few windows, each of many calls. A window is so long (tens of milliseconds on a
+CPU) that the clock's resolution, the start of the workers and the scheduling of cores do not matter. The full
+probe takes less than two minutes with four workers on two cores. The quick probe measures the same things at
+fewer sizes and takes seconds; it is for training without a cluster file.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ class Budget:
     """What to measure on one kind of device."""
 
     window: float
-    """Seconds of one window, at least one call."""
+    """Seconds of one window. A window has at least one call."""
     windows: int
+    """Number of windows whose median is taken."""
     shapes: tuple[Shape, ...]
-    """Products in the main precision."""
+    """Shapes of the matrix products in the main precision."""
     few_shapes: tuple[Shape, ...]
-    """Products in each other precision, whose knee is taken to be the same."""
+    """Shapes of the matrix products in each other precision, whose knee is assumed to be the same."""
     lengths: tuple[int, ...]
-    """Sequences to attend over."""
+    """Sequence lengths for attention."""
     stream_bytes: int
-    """Of all tensors that elementwise kernels go round."""
+    """Total bytes of the tensors that elementwise kernels use in turn."""
     sustained: float
-    """Seconds to repeat one large product, so that a limit of power shows."""
+    """Seconds for which one large product is repeated, so that a power limit shows."""
     sizes: tuple[int, ...]
     """Bytes of the tensors in collectives."""
     every_group: bool
-    """Whether groups of every size are measured, or only all devices."""
+    """Whether groups of every size are measured, or only the group of all devices."""
 
 
 def _cube(*lengths: int) -> list[Shape]:
