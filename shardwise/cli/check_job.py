@@ -75,7 +75,7 @@ def _extras(sections: Sections) -> Iterator[str]:
 
 def _data(sections: Sections) -> Iterator[str]:
     from shardwise.config import Data, Model
-    from shardwise.data.check import has_to_be_prepared, problems_of_data
+    from shardwise.data.check_data import has_to_be_prepared, problems_of_data
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):

@@ -298,10 +298,10 @@ def _check(planner: Planner) -> None:
         typer.echo(where + planner.searched, err=True)
     if planner.config.model.module is not None:
         from shardwise.checkpoint import to_resume
-        from shardwise.data import settled
+        from shardwise.data import with_data_settings
         from shardwise.parallel import check_first_values, check_module
 
-        check_module(settled(planner.config), plan.layout)
+        check_module(with_data_settings(planner.config), plan.layout)
         for warning in () if to_resume(planner.config) else check_first_values(planner.config):
             typer.echo(f"warning: {warning}", err=True)
 

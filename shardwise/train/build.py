@@ -28,7 +28,7 @@ from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.config.pretrained import TOKENIZER
-from shardwise.data import Dataset, settled
+from shardwise.data import Dataset, with_data_settings
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import find_template
 from shardwise.errors import UserError
@@ -84,7 +84,7 @@ def build(
     """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
-    config = settled(config, dataset)
+    config = with_data_settings(config, dataset)
     serves = config.train.driver == "server"  # GPUs are for those who compute gradients
     shares = config.train.driver == "hogwild"  # the memory of this machine
     mesh = join(worker, plan.layout, "cpu" if serves or shares else config.run.device, plan.groups)

@@ -24,7 +24,7 @@ from shardwise.asynchronous.wire import Wire, dial
 from shardwise.comm.codecs import codec
 from shardwise.config import Config, Layout
 from shardwise.data import Dataset
-from shardwise.data.batches import Batch, parts, to_batch
+from shardwise.data.batches import Batch, split_evenly, to_batch
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, open_team_store
 from shardwise.models import attention_backends
@@ -179,7 +179,7 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
     """The micro-batches of a portion of so many rows."""
     train, dataset = training.config.train, training.dataset
     count = -(-size // (train.micro_batch or size))
-    rows = [(portion * size + part.start, len(part)) for part in parts(size, count)]
+    rows = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
     return [
         replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows
     ]

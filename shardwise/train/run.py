@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.checkpoint.folder import resume_candidates
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
-from shardwise.data import Dataset, check_vocabulary, settled
-from shardwise.data.check import unnamed_tokenizer
+from shardwise.data import Dataset, check_vocabulary, with_data_settings
+from shardwise.data.check_data import unnamed_tokenizer
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
@@ -76,7 +76,7 @@ def run(config: Config, link: NoHost) -> int:
         raise UserError(problem)
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    config = settled(
+    config = with_data_settings(
         config, dataset
     )  # here and not in `build` alone: a server's workers show it the job that they have
     copies = Copies(config.recovery.copies if link.recovers else 0)
