@@ -35,7 +35,7 @@ from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.comm.codecs import codec
 from shardwise.config.compression import Compression
 from shardwise.mesh.sockets import listen
-from shardwise.resilience.channel import Credentials, NotOurs
+from shardwise.resilience.channel import Credentials, UntrustedMessage
 
 log = logging.getLogger("shardwise")
 
@@ -119,7 +119,7 @@ class Shelf:
         try:
             self._codec.decode(encoded, gradient.unsqueeze(0), seed=portion)
         except (RuntimeError, IndexError) as error:
-            raise NotOurs(f"a gradient that cannot be decoded: {error}") from None
+            raise UntrustedMessage(f"a gradient that cannot be decoded: {error}") from None
         return gradient
 
     def room(self) -> Tensor:
@@ -369,7 +369,7 @@ class _Strangers:
         for connection, stranger in [entry for entry in self._strangers.items() if entry[0] in ready]:
             try:
                 wire = stranger.admitted(self._credentials)
-            except (OSError, NotOurs):
+            except (OSError, UntrustedMessage):
                 self._hang_up(connection)
                 continue
             if wire is not None:
@@ -477,7 +477,7 @@ class Front:
             worker = self._welcome(wire)
             while self._answer(wire, worker):
                 pass
-        except (OSError, EOFError, NotOurs) as error:
+        except (OSError, EOFError, UntrustedMessage) as error:
             if worker is not None and not self._closed:
                 log.warning("worker %s is gone: %s", worker, error)
         finally:
@@ -492,7 +492,7 @@ class Front:
     def _welcome(self, wire: Wire) -> str:
         message = _received(wire)
         if not isinstance(message, messages.Hello):
-            raise NotOurs(f"{message} before hello")
+            raise UntrustedMessage(f"{message} before hello")
         slices = {
             name: tuple((part.start, part.stop) for part in where)
             for name, where in self._shelf.slices.items()
@@ -506,12 +506,12 @@ class Front:
         message = messages.from_json(text)
         if isinstance(message, messages.Push):
             if behind != self._shelf.pushed_bytes:
-                raise NotOurs(f"a gradient of {behind} bytes")
+                raise UntrustedMessage(f"a gradient of {behind} bytes")
             self._shelf.put((worker, message.portion), self._shelf.read(wire, message.portion))
             wire.send(messages.to_json(messages.Stored()))
             return True
         if behind:
-            raise NotOurs(f"{behind} bytes behind {message}")
+            raise UntrustedMessage(f"{behind} bytes behind {message}")
         match message:
             case messages.Pull(least, have):
                 newest, weights = self._shelf.weights(least)
@@ -523,14 +523,14 @@ class Front:
             case messages.Bring() if self._desk is not None:
                 wire.send(messages.to_json(messages.Noted(self._desk.bring(worker, message))))
             case _:
-                raise NotOurs(f"{message} to a server that has nothing to do with it")
+                raise UntrustedMessage(f"{message} to a server that has nothing to do with it")
         return True
 
 
 def _received(wire: Wire) -> messages.Message:
     text, behind = wire.receive()
     if behind:
-        raise NotOurs(f"{behind} bytes behind {text}")
+        raise UntrustedMessage(f"{behind} bytes behind {text}")
     return messages.from_json(text)
 
 

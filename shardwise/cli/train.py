@@ -195,7 +195,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
     from shardwise.plurals import counted
-    from shardwise.resilience.first_node import FirstNodeFile
+    from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
 
@@ -216,7 +216,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
     )
     leads = node is None or node.node_rank == 0
-    with first_node.tell() if first_node and leads else nullcontext():  # the others wait for it
+    # The other nodes wait for this file.
+    with first_node.report_start_and_failure() if first_node and leads else nullcontext():
         if node is not None and leads and nodes > 1:
             check_resolves(node.address)
         if leads:
@@ -261,7 +262,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
     from shardwise.probe.quick_probe import valid_cache_file
-    from shardwise.resilience.server import start_server
+    from shardwise.resilience.fork_server import start_server
     from shardwise.train.launch import WORKERS_IMPORT
     from shardwise.train.planner import Planner, left_to_the_planner
 
@@ -377,7 +378,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
     ):  # before anything is imported: one rank alone that leaves would keep the others waiting
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output
-        from shardwise.resilience.host_link import NoHost
+        from shardwise.resilience.worker_link import WorkerLink
         from shardwise.train.launch import log_to, newest_saved
         from shardwise.train.planner import planner_of_worker
         from shardwise.train.run import run
@@ -387,7 +388,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
         plan = planner_of_worker(config, worker).first
         if worker.rank == 0:
             _check_room(config, plan)
-        link = NoHost(worker, plan, signals)
+        link = WorkerLink(worker, plan, signals)
         try:
             with unblocked_output():
                 return run(config, link)

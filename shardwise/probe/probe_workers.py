@@ -1,8 +1,8 @@
 """The workers of a probe on this machine: started together, and ended together whatever happens.
 
 The first worker reports what it measures. Each worker ends with its result or its error
-(resilience/forked.py). The first error ends all workers, because the others would wait for the failed one. A
-silence longer than any measurement ends them too. No worker outlives the call.
+(resilience/forked_process.py). The first error ends all workers, because the others would wait for the failed
+one. A silence longer than any measurement ends them too. No worker outlives the call.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, Worker, cores
 from shardwise.probe.probe_budget import Budget
 from shardwise.probe.probe_progress import ProgressCallback, no_progress
-from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
-from shardwise.resilience.server import start_server
+from shardwise.resilience.fork_server import start_server
+from shardwise.resilience.forked_process import (
+    ForkedProcess,
+    ProcessDied,
+    end_processes,
+    fork_process,
+    free_port,
+    last_messages,
+    wait_for_messages,
+)
 
 PRELOAD = ["shardwise.probe.measure_cluster"]
 SILENCE_SECONDS = 150.0
@@ -104,30 +112,30 @@ def _numbered(workers: int, node: Node | None) -> list[Worker]:
 
 
 @contextmanager
-def _started(workers: list[Worker], budgets: Mapping[str, Budget]) -> Iterator[list[Forked]]:
-    processes: list[Forked] = []
+def _started(workers: list[Worker], budgets: Mapping[str, Budget]) -> Iterator[list[ForkedProcess]]:
+    processes: list[ForkedProcess] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-probe-") as folder:
         try:
             for worker in workers:
-                processes.append(fork(worker.rank, _measured, (worker, budgets), Path(folder)))
+                processes.append(fork_process(worker.rank, _measured, (worker, budgets), Path(folder)))
             yield processes
         finally:
-            end(processes)
+            end_processes(processes)
 
 
-def _listen(processes: list[Forked], on_progress: ProgressCallback) -> Cluster:
+def _listen(processes: list[ForkedProcess], on_progress: ProgressCallback) -> Cluster:
     """Receive messages until all workers have answered. Return the cluster that the first of them
     measured.
     """
     answers: dict[int, Cluster] = {}
     waiting = list(processes)
     while waiting:
-        speaking = ready(waiting, SILENCE_SECONDS)
+        speaking = wait_for_messages(waiting, SILENCE_SECONDS)
         if not speaking:
             ranks = [process.rank for process in waiting]
             raise RunFailed(f"probe: no word from workers {ranks} for {SILENCE_SECONDS:.0f} s; try again")
         for process in speaking:
-            message = process.hear()
+            message = process.receive()
             if isinstance(message, _Measuring):
                 on_progress(message.what, message.share)
                 continue
@@ -140,7 +148,7 @@ def _listen(processes: list[Forked], on_progress: ProgressCallback) -> Cluster:
     return answers[processes[0].rank]
 
 
-def _cause(failures: list[_MeasurementFailed | Died], count: int) -> RunFailed:
+def _cause(failures: list[_MeasurementFailed | ProcessDied], count: int) -> RunFailed:
     # This is the earliest error that is not a consequence of another worker's end.
     first = min(failures, key=lambda failure: isinstance(failure, _MeasurementFailed) and failure.echo)
     return RunFailed(f"probe: worker {first.rank} of {count} failed, nothing was written: {first.message}")

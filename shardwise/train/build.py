@@ -37,7 +37,7 @@ from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
 from shardwise.parallel import ParallelModel, build_plain, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
-from shardwise.resilience.copies import Copies
+from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.local import Outer
 from shardwise.train.shares import Shares
 
@@ -249,7 +249,7 @@ def save(training: Training, wait: bool = True) -> str:
     return address
 
 
-def keep_copy(training: Training, copies: Copies) -> None:
+def keep_copy(training: Training, copies: MemorySnapshots) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
     if not copies.due(training.mesh, training.step):
         return
@@ -263,7 +263,7 @@ def keep_copy(training: Training, copies: Copies) -> None:
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
-def recall(training: Training, copies: Copies) -> bool:
+def recall(training: Training, copies: MemorySnapshots) -> bool:
     """Continue from the copies in the workers' memories, if they have all of a step that is not older than
     what is saved."""
     if not copies.every:

@@ -30,8 +30,8 @@ from shardwise.mesh import Worker, open_team_store
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
 from shardwise.plan import choose, reduce_dtype
-from shardwise.resilience.channel import NotOurs
-from shardwise.resilience.host_link import NoHost
+from shardwise.resilience.channel import UntrustedMessage
+from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import Training, build
 from shardwise.train.serve import credentials, digest
 
@@ -53,7 +53,7 @@ def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Train
     return build(alone, choose(alone, 1), own, dataset, draw=False)  # weights come from the servers
 
 
-def contribute(training: Training, config: Config, worker: Worker, servers: int, link: NoHost) -> bool:
+def contribute(training: Training, config: Config, worker: Worker, servers: int, link: WorkerLink) -> bool:
     """Work for these servers, which run this job; whether all is done, or they are gone."""
     wires: list[Wire] = []
     try:
@@ -62,7 +62,7 @@ def contribute(training: Training, config: Config, worker: Worker, servers: int,
             address, _, port = where.rpartition(" ")
             wires.append(dial(address, int(port), credentials(worker.store_name)))
         return _Contributor(training, config, wires, worker).work(link)
-    except (OSError, EOFError, NotOurs, torch.distributed.DistError) as error:
+    except (OSError, EOFError, UntrustedMessage, torch.distributed.DistError) as error:
         log.warning("let go of the servers: %s", error)
         time.sleep(RETRY_SECONDS)
         return False
@@ -88,7 +88,7 @@ class _Contributor:
         self.versions = [-1] * len(wires)
         """Of the weights that each server sent last."""
 
-    def work(self, link: NoHost) -> bool:
+    def work(self, link: WorkerLink) -> bool:
         """Until there is no more to do."""
         count = 0
         while True:
@@ -103,14 +103,14 @@ class _Contributor:
                 case messages.End():
                     return True
                 case other:
-                    raise NotOurs(f"{other} in answer to a worker that asks")
+                    raise UntrustedMessage(f"{other} in answer to a worker that asks")
             if link.wish() is not None:
                 return False
 
     def _greet(self, wire: Wire, name: str) -> dict[str, tuple[slice, ...]]:
         welcome = _said(wire, messages.Hello(name))
         if not isinstance(welcome, messages.Welcome) or welcome.slices.keys() != self.parameters.keys():
-            raise NotOurs("a server of another model")
+            raise UntrustedMessage("a server of another model")
         if welcome.job != digest(self.config):
             raise UserError(
                 "this worker was started with another job than its servers: give every node the same job and "
@@ -131,7 +131,7 @@ class _Contributor:
                 0,
                 buffer.numel() * buffer.element_size(),
             ):
-                raise NotOurs(f"{answer} with {behind} bytes in answer to a worker that pulls")
+                raise UntrustedMessage(f"{answer} with {behind} bytes in answer to a worker that pulls")
             if behind:
                 wire.read(buffer)
                 for name, part in _views(buffer, slices):
@@ -151,10 +151,10 @@ class _Contributor:
             wire.send(messages.to_json(messages.Push(portion)), self._encoded(server, portion))
         for wire in self.wires:
             if not isinstance(_received(wire), messages.Stored):
-                raise NotOurs("no answer to a worker that pushes")
+                raise UntrustedMessage("no answer to a worker that pushes")
         noted = _said(self.wires[0], brought(training, portion, loss, batch))
         if not isinstance(noted, messages.Noted):
-            raise NotOurs("no answer to a worker that brings")
+            raise UntrustedMessage("no answer to a worker that brings")
         if not noted.counts:  # what it had kept from before was in it
             self.left_out = before
 
@@ -225,5 +225,5 @@ def _said(wire: Wire, message: messages.FromWorker) -> messages.Message:
 def _received(wire: Wire) -> messages.Message:
     text, behind = wire.receive()
     if behind:
-        raise NotOurs(f"{behind} bytes behind {text}")
+        raise UntrustedMessage(f"{behind} bytes behind {text}")
     return messages.from_json(text)

@@ -29,9 +29,9 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
 from shardwise.plurals import counted
-from shardwise.resilience.copies import Copies
-from shardwise.resilience.host_link import NoHost
+from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.resilience.team import Team
+from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import (
     Training,
     build,
@@ -66,7 +66,7 @@ def last_collective() -> str:
     return _present[0].last if _present else "none yet"
 
 
-def run(config: Config, link: NoHost) -> int:
+def run(config: Config, link: WorkerLink) -> int:
     """Train, in one team of workers after another, to the end or until asked to stop; returns the exit
     status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
@@ -79,7 +79,7 @@ def run(config: Config, link: NoHost) -> int:
     config = with_data_settings(
         config, dataset
     )  # here and not in `build` alone: a server's workers show it the job that they have
-    copies = Copies(config.recovery.copies if link.recovers else 0)
+    copies = MemorySnapshots(config.recovery.copies if link.recovers else 0)
     contributor: Training | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
@@ -105,7 +105,7 @@ def run(config: Config, link: NoHost) -> int:
 
 
 def _in_team(
-    config: Config, worker: Worker, team: Team, dataset: Dataset, link: NoHost, copies: Copies
+    config: Config, worker: Worker, team: Team, dataset: Dataset, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
     timestamps = {"joining": present_time()}
@@ -131,7 +131,7 @@ def _in_team(
     return status
 
 
-def _go_on(training: Training, team: Team, copies: Copies) -> ResumeCheckpoint:
+def _go_on(training: Training, team: Team, copies: MemorySnapshots) -> ResumeCheckpoint:
     """Put the newest state in place: from the workers' memories, or from storage; or begin."""
     config, checkpointer = training.config, training.checkpointer
     chosen = ResumeCheckpoint(None)
@@ -158,7 +158,9 @@ def _going_on(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Copies) -> int | None:
+def _reported(
+    training: Training, beginning: Beginning, link: WorkerLink, copies: MemorySnapshots
+) -> int | None:
     """The steps that are left, with a reporter that is closed however they end."""
     reporter = (
         RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
@@ -196,7 +198,7 @@ def _rows(training: Training) -> str:
 
 
 @contextmanager
-def _source(training: Training, link: NoHost) -> Iterator[Source | None]:
+def _source(training: Training, link: WorkerLink) -> Iterator[Source | None]:
     """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any
     more."""
     if training.config.train.driver != "server":
@@ -210,7 +212,7 @@ def _source(training: Training, link: NoHost) -> Iterator[Source | None]:
 
 
 def _loop(
-    training: Training, source: Source | None, reporter: Reporter, link: NoHost, copies: Copies
+    training: Training, source: Source | None, reporter: Reporter, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
     train, checkpoint = training.config.train, training.config.checkpoint
     saved_at, saved_time = training.step, time.monotonic()
@@ -287,7 +289,7 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
         )
 
 
-def _tell_of_meeting(training: Training, link: NoHost) -> None:
+def _tell_of_meeting(training: Training, link: WorkerLink) -> None:
     """In the next step this group may have to wait for others, which have steps of their own to make: that is
     no hang."""
     if training.outer is not None and training.outer.waits(training.step + 1):

@@ -26,7 +26,7 @@ from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
 from shardwise.plan import RANK_AXES
-from shardwise.resilience.stragglers import StragglerChange, Watch
+from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
 from shardwise.train.sources import Drawn, OwnRows, Source, Updates
@@ -158,7 +158,7 @@ def steps(
         source.close()
 
 
-def watch_over(training: Training) -> Watch | None:
+def watch_over(training: Training) -> StragglerWatch | None:
     """Looks for slow ranks, on the main rank. Those of one pipeline stage do the same work; stages are
     outermost on the grid."""
     world, stages = training.mesh.worker.world, training.plan.layout.pipeline
@@ -166,10 +166,10 @@ def watch_over(training: Training) -> Watch | None:
         return None
     size = world // stages
     groups = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
-    return Watch(world, training.config.recovery.straggler, groups)
+    return StragglerWatch(world, training.config.recovery.straggler, groups)
 
 
-def _watched(watch: Watch | None, before: Step | None, done: Step) -> Step:
+def _watched(watch: StragglerWatch | None, before: Step | None, done: Step) -> Step:
     if watch is None or before is None:
         return done
     return replace(done, stragglers=watch.step(before.step, done.rank_seconds, before.seconds))

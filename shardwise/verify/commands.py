@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 """Variables by which a command takes itself for a part of another run (mesh/environment.py). The drill

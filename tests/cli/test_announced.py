@@ -14,7 +14,7 @@ from shardwise.cli.train import _train
 from shardwise.errors import UserError
 from shardwise.mesh import devices
 from shardwise.probe import quick_probe
-from shardwise.resilience import server
+from shardwise.resilience import fork_server
 from shardwise.train import launch
 
 JOB = Path(__file__).parents[2] / "examples/quickstart.toml"
@@ -54,7 +54,7 @@ def test_the_warning_comes_before_the_machine_is_measured_with_so_many(
         raise UserError(f"measured with {workers}")
 
     monkeypatch.setattr(machine, "this_machine", measure)
-    monkeypatch.setattr(server, "start_server", lambda preload: None)
+    monkeypatch.setattr(fork_server, "start_server", lambda preload: None)
     monkeypatch.setattr(quick_probe, "valid_cache_file", lambda workers: None)
     shown: list[str] = []
     monkeypatch.setattr(command.typer, "echo", lambda text, err: shown.append(text))

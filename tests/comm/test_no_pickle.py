@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.config import Layout
 from shardwise.mesh import Worker
-from shardwise.resilience.copies import Copies
+from shardwise.resilience.memory_snapshots import Copies
 from shardwise.train.build import keep_copy, recall, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.guard import check_joined

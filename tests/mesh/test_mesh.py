@@ -22,7 +22,7 @@ from shardwise.config import Layout
 from shardwise.mesh import Mesh, Worker, join, leave, peer_is_gone
 from shardwise.mesh import mesh as mesh_module
 from shardwise.plan import RANK_AXES
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 
 @contextmanager

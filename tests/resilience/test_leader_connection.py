@@ -12,16 +12,16 @@ from pretend import plan_for
 
 from shardwise.errors import UserError
 from shardwise.resilience.channel import Credentials, answer, greeting
-from shardwise.resilience.forked import free_port
-from shardwise.resilience.newcomer import MOST_DIFFERENCES, Newcomer, refusal
-from shardwise.resilience.rendezvous import MOST_STRANGERS, Rendezvous, RendezvousClient
+from shardwise.resilience.forked_process import free_port
+from shardwise.resilience.host_description import MAX_DIFFERENCES, HostDescription, refusal_reason
+from shardwise.resilience.leader_connection import MAX_UNKNOWN_CALLERS, LeaderClient, LeaderServer
 from shardwise.resilience.team import Fault, Member, Orders, Refusal, Report, Team
 
 REPORT = Report("b", "127.0.0.1", (0, 1), generation=3, step=7)
 ORDERS = Orders("work", Team(4, (Member("a", 0), Member("b", 1)), plan_for(2), "127.0.0.1", 9, "a name", 1.0))
 OURS = Credentials("run", b"a secret of this run")
 HERE = "127.0.0.1"
-LEADER = Newcomer(
+LEADER = HostDescription(
     "a",
     "0.1.0",
     "2.13.0+cpu",
@@ -32,18 +32,18 @@ LEADER = Newcomer(
 MEMBER = replace(LEADER, host="b")
 
 
-def calling(port: int, credentials: Credentials | None = OURS, who: Newcomer = MEMBER) -> RendezvousClient:
-    return RendezvousClient(lambda: (HERE, port, credentials), who)
+def calling(port: int, credentials: Credentials | None = OURS, who: HostDescription = MEMBER) -> LeaderClient:
+    return LeaderClient(lambda: (HERE, port, credentials), who)
 
 
 @pytest.fixture
-def leader() -> Iterator[Rendezvous]:
-    rendezvous = Rendezvous(HERE, 0, OURS, LEADER)
-    yield rendezvous
-    rendezvous.close()
+def leader() -> Iterator[LeaderServer]:
+    leader_server = LeaderServer(HERE, 0, OURS, LEADER)
+    yield leader_server
+    leader_server.close()
 
 
-def test_a_report_arrives_and_orders_come_back(leader: Rendezvous) -> None:
+def test_a_report_arrives_and_orders_come_back(leader: LeaderServer) -> None:
     client = calling(leader.port)
     assert client.call(REPORT) == Orders()
     leader.tell(ORDERS)
@@ -60,15 +60,15 @@ def test_a_leader_that_is_away_is_found_again() -> None:
     client = calling(port)
     assert client.call(REPORT) is None
     for _ in range(2):
-        rendezvous = Rendezvous(HERE, port, OURS, LEADER)
+        leader_server = LeaderServer(HERE, port, OURS, LEADER)
         assert client.call(REPORT) is not None
-        rendezvous.close()
+        leader_server.close()
         assert client.call(REPORT) is None
         assert not client.refused
     client.close()
 
 
-def test_a_host_without_the_secret_of_the_run_is_refused(leader: Rendezvous) -> None:
+def test_a_host_without_the_secret_of_the_run_is_refused(leader: LeaderServer) -> None:
     for credentials in (Credentials("run", b"another secret"), Credentials("another run", OURS.secret)):
         client = calling(leader.port, credentials)
         assert client.call(REPORT) is None
@@ -80,7 +80,7 @@ def test_a_host_without_the_secret_of_the_run_is_refused(leader: Rendezvous) -> 
     assert leader.new_reports() == []
 
 
-def test_a_report_with_traces_that_are_too_long_is_sent_without_them(leader: Rendezvous) -> None:
+def test_a_report_with_traces_that_are_too_long_is_sent_without_them(leader: LeaderServer) -> None:
     noise = random.Random(0).randbytes(60_000).hex()
     fault = Fault("failed", 0, 3, "bad row", 1.0, 3, trace=noise)
     client = calling(leader.port)
@@ -95,17 +95,17 @@ def test_a_port_in_use_is_the_users_to_mend() -> None:
         taken.bind((HERE, 0))
         taken.listen()
         with pytest.raises(UserError, match="where the nodes meet, cannot be used"):
-            Rendezvous(HERE, taken.getsockname()[1], OURS, LEADER)
+            LeaderServer(HERE, taken.getsockname()[1], OURS, LEADER)
 
 
-def dialled(leader: Rendezvous) -> socket.socket:
+def dialled(leader: LeaderServer) -> socket.socket:
     return socket.create_connection((HERE, leader.port), timeout=5)
 
 
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.0\r\n\r\n", b"\n", b'{"run": "run", "report": {}}\n', b"\xff" * 1000 + b"\n"]
 )
-def test_a_stranger_is_refused_and_told_nothing_of_the_run(leader: Rendezvous, said: bytes) -> None:
+def test_a_stranger_is_refused_and_told_nothing_of_the_run(leader: LeaderServer, said: bytes) -> None:
     with dialled(leader) as stranger:
         stranger.sendall(said)
         heard = b""
@@ -117,7 +117,7 @@ def test_a_stranger_is_refused_and_told_nothing_of_the_run(leader: Rendezvous, s
     assert leader.new_reports() == []
 
 
-def test_a_line_without_end_is_cut_off(leader: Rendezvous) -> None:
+def test_a_line_without_end_is_cut_off(leader: LeaderServer) -> None:
     with dialled(leader) as stranger, pytest.raises(ConnectionError):
         stranger.sendall(b"x" * (1 << 26))
 
@@ -125,7 +125,9 @@ def test_a_line_without_end_is_cut_off(leader: Rendezvous) -> None:
 @pytest.mark.parametrize(
     "message", [{**REPORT.to_json(), "step": "x"}, {"newcomer": {"host": "c"}}, {"newcomer": None}, [], 3]
 )
-def test_a_host_that_sends_no_report_is_cut_off_and_harms_nobody(leader: Rendezvous, message: object) -> None:
+def test_a_host_that_sends_no_report_is_cut_off_and_harms_nobody(
+    leader: LeaderServer, message: object
+) -> None:
     with dialled(leader) as wrong:
         hello, channel = answer(OURS, wrong.makefile("rb").readline())
         wrong.sendall(hello + channel.line(message))
@@ -136,14 +138,14 @@ def test_a_host_that_sends_no_report_is_cut_off_and_harms_nobody(leader: Rendezv
     client.close()
 
 
-def test_strangers_who_only_wait_keep_no_host_out(leader: Rendezvous) -> None:
+def test_strangers_who_only_wait_keep_no_host_out(leader: LeaderServer) -> None:
     member = calling(leader.port)
     assert member.call(REPORT) is not None
-    waiting = [dialled(leader) for _ in range(3 * MOST_STRANGERS)]
+    waiting = [dialled(leader) for _ in range(3 * MAX_UNKNOWN_CALLERS)]
     newcomer = calling(leader.port)
     assert newcomer.call(Report("c", HERE, (0,))) is not None
     assert member.call(REPORT) is not None
-    assert len(leader._strangers) <= MOST_STRANGERS
+    assert len(leader._unknown_callers) <= MAX_UNKNOWN_CALLERS
     for connection in [*waiting, member, newcomer]:
         connection.close()
 
@@ -177,7 +179,7 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_host_that_does_not_fit_is_told_why_and_the_run_never_hears_its_reports(
-    leader: Rendezvous, kind: str
+    leader: LeaderServer, kind: str
 ) -> None:
     newcomer, why = WRONG[kind]
     member, stranger = calling(leader.port), calling(leader.port, who=newcomer)
@@ -196,18 +198,18 @@ def test_a_host_that_does_not_fit_is_told_why_and_the_run_never_hears_its_report
 
 
 def test_other_numbers_of_workers_and_builds_for_other_devices_fit() -> None:
-    assert refusal(LEADER, replace(MEMBER, workers=7, torch="2.13.0+cu128")) is None
+    assert refusal_reason(LEADER, replace(MEMBER, workers=7, torch="2.13.0+cu128")) is None
 
 
 def test_a_refusal_lists_some_differences_and_counts_the_rest() -> None:
-    many = {f"train.key_{number:02}": "1" for number in range(MOST_DIFFERENCES + 3)}
-    why = refusal(LEADER, replace(MEMBER, job={**MEMBER.job, **many}))
+    many = {f"train.key_{number:02}": "1" for number in range(MAX_DIFFERENCES + 3)}
+    why = refusal_reason(LEADER, replace(MEMBER, job={**MEMBER.job, **many}))
     assert why is not None
-    assert why.count(" is 1 on b and not set in the run") == MOST_DIFFERENCES
+    assert why.count(" is 1 on b and not set in the run") == MAX_DIFFERENCES
     assert "; 3 settings more. Give" in why
 
 
-def test_a_host_of_an_older_version_which_says_none_is_refused_in_words(leader: Rendezvous) -> None:
+def test_a_host_of_an_older_version_which_says_none_is_refused_in_words(leader: LeaderServer) -> None:
     """As hosts called before they said their version: the first message is a report, and the answer is read
     as orders."""
     with dialled(leader) as older:
@@ -224,9 +226,9 @@ def test_a_host_of_an_older_version_which_says_none_is_refused_in_words(leader: 
 
 
 def test_a_leader_of_an_older_version_which_says_none_is_not_joined(
-    leader: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    leader: LeaderServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.resilience.rendezvous.greeting", lambda version: greeting())
+    monkeypatch.setattr("shardwise.resilience.leader_connection.greeting", lambda version: greeting())
     client = calling(leader.port)
     assert client.call(REPORT) is None
     assert (client.refused, client.older) == (True, True)
@@ -234,7 +236,7 @@ def test_a_leader_of_an_older_version_which_says_none_is_not_joined(
     client.close()
 
 
-def test_a_host_that_the_leader_wants_no_more_is_told_to_end(leader: Rendezvous) -> None:
+def test_a_host_that_the_leader_wants_no_more_is_told_to_end(leader: LeaderServer) -> None:
     client = calling(leader.port)
     assert client.call(REPORT) == Orders()
     leader.refuse(Refusal("b", 2, "it fails", 1))

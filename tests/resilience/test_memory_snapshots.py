@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.config import Layout
 from shardwise.mesh import Worker, leave
 from shardwise.optim import local
-from shardwise.resilience.copies import Copies
+from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.build import Training, keep_copy, recall
 from shardwise.train.steps import steps
 
@@ -31,14 +31,14 @@ def state(training: Training) -> dict[str, Tensor]:
     return found | {name: buffer.clone() for name, buffer in training.parallel.named_buffers()}
 
 
-KEPT: list[Copies] = []
+KEPT: list[MemorySnapshots] = []
 """A rank's process lasts from one case to the next, and so does its memory."""
 
 
 def train_with_copies(worker: Worker, tables: Tables) -> tuple[list[float], dict[str, Tensor]]:
     """Train to the end, with a copy of every other step; the losses, and the state of this rank after step
     4."""
-    KEPT[:] = [Copies(every=2)]
+    KEPT[:] = [MemorySnapshots(every=2)]
     training = start(worker, tables)
     assert not recall(training, KEPT[0])
     losses, kept = [], {}
@@ -52,14 +52,14 @@ def train_with_copies(worker: Worker, tables: Tables) -> tuple[list[float], dict
 def come_back(worker: Worker, tables: Tables, lost: list[int]) -> tuple[bool, dict[str, Tensor], list[float]]:
     """A new team, in which some came new and remember nothing."""
     if worker.rank in lost:
-        KEPT[:] = [Copies(every=2)]
+        KEPT[:] = [MemorySnapshots(every=2)]
     training = start(worker, tables)
     recalled = recall(training, KEPT[0])
     return recalled, state(training) if recalled else {}, [step.loss for step in steps(training)]
 
 
 def stay_behind_alone(worker: Worker, tables: Tables) -> bool:
-    copies = Copies(every=1)
+    copies = MemorySnapshots(every=1)
     training = start(worker, tables)
     recall(training, copies)
     next(steps(training))

@@ -1,16 +1,15 @@
-"""How hosts hear of each other: each tells the leader its report, again and again, and gets its orders in
-return.
+"""How hosts communicate: each host sends its report to the leader again and again, and receives orders.
 
-One line each way over one connection a host (resilience/channel.py). Whatever goes wrong with it (a cut
-cable, a leader that is not there yet), the host forgets the connection and dials anew; since a report says
-everything and orders say everything, nothing is lost. The leader keeps only the newest report of each host,
-with the time it came: no clocks are compared.
+Each host has one connection (channel.py) with one line each way per call. If anything goes wrong with it (a
+broken cable, a leader that is not there yet), the host closes the connection and opens another. Reports and
+orders are complete in themselves, so nothing is lost. The leader keeps only the newest report of each host
+and the time at which it arrived. Clocks are not compared.
 
-On each connection a host first says who it is (resilience/newcomer.py). One that does not fit the run is
-answered with orders to end, which say why, and none of its reports reaches the leader.
+The first message of a host on each connection describes the host (host_description.py). A host that does not
+fit the run is answered with orders to end, which say why, and none of its reports reaches the leader.
 
-Anyone may dial. A caller who has not shown that it knows the run's secret is given a few seconds and a few
-hundred bytes, only so many of them are there at a time, and nothing that it says is looked at.
+Anyone may connect. A caller that has not proven that it knows the run's secret has a few seconds and a few
+hundred bytes, the number of such callers is limited, and nothing that they send is processed.
 """
 
 from __future__ import annotations
@@ -28,52 +27,53 @@ from shardwise.resilience.channel import (
     LINE_BYTES,
     Channel,
     Credentials,
-    NotOurs,
-    TooLong,
+    MessageTooLong,
+    UntrustedMessage,
     admit,
     answer,
     greeted_version,
     greeting,
 )
-from shardwise.resilience.newcomer import Newcomer, different_version, refusal
+from shardwise.resilience.host_description import HostDescription, different_version, refusal_reason
 from shardwise.resilience.team import Orders, Refusal, Report
 
 REPLY_SECONDS = 3.0
+"""Seconds that a call may take on the host's side."""
 HELLO_SECONDS = 5.0
-"""How long a caller may take to show that it knows the secret."""
+"""Seconds within which a caller must prove that it knows the secret."""
 IDLE_SECONDS = 60.0
-"""How long a host that does not call keeps its connection."""
-MOST_STRANGERS = 64
-"""Callers that have not shown it yet: the next one takes the place of the oldest."""
+"""Seconds after which the connection of a host that does not call is closed."""
+MAX_UNKNOWN_CALLERS = 64
+"""Maximum number of callers that have not proven it yet. A new one replaces the oldest."""
 _REFUSED = b"refused\n"
 
 
-class Rendezvous:
-    """The leader's end: takes reports, hands out the newest orders."""
+class LeaderServer:
+    """The leader's side: it receives reports and answers with the newest orders."""
 
-    def __init__(self, address: str, port: int, credentials: Credentials, own: Newcomer) -> None:
+    def __init__(
+        self, address: str, port: int, credentials: Credentials, description: HostDescription
+    ) -> None:
         self._lock = threading.Lock()
-        self._own = own
-        """What other hosts are compared with."""
+        self._description = description
+        """Description of the leader's host, with which other hosts are compared."""
         self._new_refusals: list[Refusal] = []
-        """Hosts that did not fit when they called."""
+        """Hosts that did not fit the run when they called."""
         self._refused: dict[str, Refusal] = {}
-        """Hosts that fitted, and that the leader does not want any more."""
+        """Hosts that fitted the run, and that the leader refuses now."""
         self._reports: dict[str, tuple[Report, float]] = {}
         self._informed: set[str] = set()
         self._orders = Orders()
         self._message = self._orders.to_json()
         self._credentials = credentials
         self._callers: set[asyncio.StreamWriter] = set()
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
-        """Of the callers, those that have not shown that they know the secret, the oldest first."""
+        self._unknown_callers: dict[asyncio.StreamWriter, None] = {}
+        """Callers that have not proven yet that they know the secret, the oldest first."""
         try:
             self._listener = listen(address, port)
         except OSError as error:
-            raise UserError(
-                f"port {port} of {address}, where the nodes meet, cannot be used: {error.strerror}. Is "
-                f"another run using it?"
-            ) from None
+            problem = f"port {port} of {address}, where the nodes meet, cannot be used: {error.strerror}"
+            raise UserError(f"{problem}. Is another run using it?") from None
         self.port = int(self._listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -83,13 +83,13 @@ class Rendezvous:
         self._thread.start()
 
     def new_reports(self) -> list[tuple[Report, float]]:
-        """The newest report of each host that sent one since the last call, and when it came."""
+        """Return the newest report of each host that sent one since the last call, and when it arrived."""
         with self._lock:
             reports, self._reports = list(self._reports.values()), {}
         return reports
 
     def new_refusals(self) -> list[Refusal]:
-        """Hosts that were refused when they called, since the last call of this."""
+        """Return the hosts that were refused when they called, since the last call of this method."""
         with self._lock:
             refusals, self._new_refusals = self._new_refusals, []
         return refusals
@@ -111,16 +111,16 @@ class Rendezvous:
                 self._message, self._informed = message, set()
 
     def all_know(self, hosts: set[str]) -> bool:
-        """Whether the newest orders have reached all these hosts."""
+        """Return whether the newest orders have reached all these hosts."""
         with self._lock:
             return hosts <= self._informed
 
     def has_ended(self) -> bool:
-        """Whether hosts are told that the run is over."""
+        """Return whether the orders say that the run is over."""
         return self._orders.wish == "end"
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering and close all connections."""
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
@@ -133,17 +133,18 @@ class Rendezvous:
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it ends."""
         self._callers.add(writer)
-        self._strangers[writer] = None
-        if len(self._strangers) > MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        self._unknown_callers[writer] = None
+        if len(self._unknown_callers) > MAX_UNKNOWN_CALLERS:
+            oldest = next(iter(self._unknown_callers))
+            del self._unknown_callers[oldest]
             oldest.transport.abort()
         try:
             channel = await asyncio.wait_for(self._greet(reader, writer), HELLO_SECONDS)
-            self._strangers.pop(writer, None)
+            self._unknown_callers.pop(writer, None)
             first = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
-            refused = self._check_newcomer(channel.message(first))
+            refused = self._check_host(channel.message(first))
             writer.write(channel.line(refused.orders().to_json() if refused else self._message))
             if refused:
                 writer.close()
@@ -153,36 +154,36 @@ class Rendezvous:
                 await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
                 line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
                 writer.write(channel.line(self._answer(channel.message(line))))
-        except (OSError, EOFError, asyncio.LimitOverrunError, TimeoutError, NotOurs, TooLong):
-            pass  # a host that was cut off dials anew
+        except (OSError, EOFError, asyncio.LimitOverrunError, TimeoutError, UntrustedMessage, MessageTooLong):
+            pass  # a host that was cut off connects again
         finally:
-            self._strangers.pop(writer, None)
+            self._unknown_callers.pop(writer, None)
             self._callers.discard(writer)
             writer.transport.abort()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-        greeted = greeting(self._own.version)
+        """Exchange the greetings. Return the channel if the caller knows the secret."""
+        greeted = greeting(self._description.version)
         writer.write(greeted)
         answered = await reader.readuntil(b"\n")
         try:
             return admit(self._credentials, greeted, answered[:HELLO_BYTES])
-        except NotOurs:
+        except UntrustedMessage:
             writer.write(_REFUSED)
             writer.close()
             await writer.wait_closed()
             raise
 
-    def _check_newcomer(self, message: object) -> Refusal | None:
-        """Why a host whose first message this is may not take part in the run; None if it may."""
+    def _check_host(self, message: object) -> Refusal | None:
+        """Return why the host that sent this first message may not take part in the run; None if it may."""
         try:
-            newcomer = Newcomer.from_json(message)
-            host, workers, why = newcomer.host, newcomer.workers, refusal(self._own, newcomer)
+            newcomer = HostDescription.from_json(message)
+            host, workers, why = newcomer.host, newcomer.workers, refusal_reason(self._description, newcomer)
         except ValueError:
-            report = _report(message)  # as hosts began before they said their version
+            report = _report(message)  # older hosts, which do not send their version, begin with a report
             host, workers = report.host, len(report.slots)
-            why = different_version(
-                host, "of an older version, which does not say its number", self._own.version
-            )
+            older = "of an older version, which does not say its number"
+            why = different_version(host, older, self._description.version)
         if why is None:
             return None
         refused = Refusal(host, workers, why)
@@ -191,6 +192,7 @@ class Rendezvous:
         return refused
 
     def _answer(self, message: object) -> object:
+        """Record a report, and return the orders for its host."""
         report = _report(message)
         with self._lock:
             if report.host in self._refused:
@@ -201,42 +203,47 @@ class Rendezvous:
 
 
 def _report(message: object) -> Report:
+    """Return the report in a message."""
     try:
         return Report.from_json(message)
     except ValueError as error:
-        raise NotOurs(f"no report: {error}") from None
+        raise UntrustedMessage(f"no report: {error}") from None
 
 
-class RendezvousClient:
-    """A host's end. `call` never blocks for longer than a few seconds, and returns None while the leader is
-    out of reach."""
+class LeaderClient:
+    """A host's side. `call` blocks for a few seconds at most, and returns None if the leader cannot be
+    reached.
+    """
 
-    def __init__(self, find: Callable[[], tuple[str, int, Credentials | None]], own: Newcomer) -> None:
-        self._find, self._own = find, own
+    def __init__(
+        self, find: Callable[[], tuple[str, int, Credentials | None]], description: HostDescription
+    ) -> None:
+        self._find, self._description = find, description
         self.address, self.port, _ = find()
         self.own_address = ""
-        """This host's, as the leader sees it, once it was dialled."""
+        """Address of this host as the leader sees it, once it has connected."""
         self.refused = False
-        """Whether somebody answered the last call who does not know this run's secret, or is of an older
-        version."""
+        """Whether the last call was answered by a host that does not know this run's secret, or has an older
+        version.
+        """
         self.older = False
-        """Whether that was a leader of a shardwise that does not say its version."""
+        """Whether that was a leader whose shardwise does not send its version."""
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._received = b""
         self._refused_by: Orders | None = None
-        """Orders to end, where the leader answered this host's first word with them."""
+        """Orders to end, if the leader answered this host's first message with them."""
 
     def call(self, report: Report) -> Orders | None:
-        """Tell the leader how things are here; what it wants."""
+        """Send a report to the leader. Return its orders, or None if it cannot be reached."""
         deadline = time.monotonic() + REPLY_SECONDS
         try:
-            channel = self._channel or self._dial(deadline)
+            channel = self._channel or self._connect(deadline)
             if self._refused_by is not None:
                 return self._refused_by
             self._send(_fitting(channel, report), deadline)
             orders = Orders.from_json(channel.message(self._line(deadline)))
-        except NotOurs:
+        except UntrustedMessage:
             self.refused = True
         except (OSError, ValueError):
             self.refused = False
@@ -247,12 +254,13 @@ class RendezvousClient:
         return None
 
     def close(self) -> None:
-        """Close the connection; the next call opens another."""
+        """Close the connection. The next call opens another."""
         if self._socket is not None:
             self._socket.close()
         self._socket, self._channel, self._received = None, None, b""
 
-    def _dial(self, deadline: float) -> Channel:
+    def _connect(self, deadline: float) -> Channel:
+        """Connect to the leader, exchange greetings, and send this host's description."""
         self.address, self.port, credentials = self._find()
         if credentials is None:
             raise OSError("the run's secret is not known yet")
@@ -261,24 +269,25 @@ class RendezvousClient:
         greeted = self._line(deadline)
         hello, channel = answer(credentials, greeted)
         self.older = not greeted_version(greeted)
-        if self.older:  # it would put this host into a team without having compared anything
-            raise NotOurs("the leader does not say its version")
-        self._send(hello + channel.line(self._own.to_json()), deadline)
+        if self.older:  # such a leader would put this host into a team without comparing anything
+            raise UntrustedMessage("the leader does not say its version")
+        self._send(hello + channel.line(self._description.to_json()), deadline)
         orders = Orders.from_json(channel.message(self._line(deadline)))
         self._refused_by = orders if orders.wish == "end" else None
         self._channel = channel
         return channel
 
     def _send(self, line: bytes, deadline: float) -> None:
-        assert self._socket is not None, "it has dialled"
+        assert self._socket is not None, "the client is connected"
         self._socket.settimeout(max(0.01, deadline - time.monotonic()))
         self._socket.sendall(line)
 
     def _line(self, deadline: float) -> bytes:
-        assert self._socket is not None, "it has dialled"
+        """Return the next line from the leader."""
+        assert self._socket is not None, "the client is connected"
         while b"\n" not in self._received:
             if len(self._received) > LINE_BYTES:
-                raise NotOurs("a line without end")
+                raise UntrustedMessage("a line without end")
             self._socket.settimeout(max(0.01, deadline - time.monotonic()))
             received = self._socket.recv(1 << 16)
             if not received:
@@ -289,8 +298,8 @@ class RendezvousClient:
 
 
 def _fitting(channel: Channel, report: Report) -> bytes:
-    """A report as it is sent; without the traces of its faults where they are too long for a line."""
+    """Return the line of a report, without the traces of its faults if they are too long for a line."""
     try:
         return channel.line(report.to_json())
-    except TooLong:
+    except MessageTooLong:
         return channel.line(report.without_traces().to_json())

@@ -12,12 +12,12 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from pathlib import Path
-from test_server import garbage_collection
-from shardwise.resilience.forked import end, fork
-from shardwise.resilience.server import start_server
+from test_fork_server import garbage_collection
+from shardwise.resilience.forked_process import end_processes, fork_process
+from shardwise.resilience.fork_server import start_server
 
-start_server(["test_server"])
-worker = fork(0, garbage_collection, (), Path(sys.argv[1]))
+start_server(["test_fork_server"])
+worker = fork_process(0, garbage_collection, (), Path(sys.argv[1]))
 """
 
 
@@ -34,7 +34,7 @@ def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_worker_collects_garbage_but_not_among_what_its_server_imported(tmp_path: Path) -> None:
-    done = run("print(worker.hear()); end([worker])", tmp_path)
+    done = run("print(worker.receive()); end_processes([worker])", tmp_path)
     assert done.stdout == "(True, True)\n", done.stderr
 
 
@@ -45,8 +45,8 @@ def test_a_worker_whose_starter_is_gone_with_its_folder_ends_without_a_word(tmp_
 
 DIES_WHEN_ASKED = """
 import multiprocessing, os, signal, threading
-from shardwise.resilience.server import server_pid, start_process
-worker.hear()
+from shardwise.resilience.fork_server import server_pid, start_process
+worker.receive()
 
 def start():
     return start_process(multiprocessing.get_context("forkserver").Process(target=int), 20, lambda: False)

@@ -1,8 +1,7 @@
-"""What a host and its workers say to each other, over the pipe that the host made: one frozen value for each
-message.
+"""Messages between a host and its workers, over the pipe that the host created: one frozen value each.
 
-Both ends are ours and on one machine, so messages are pickled. What hosts say to each other (`Report` and
-`Orders` in team.py) crosses a network and is JSON.
+Both ends belong to shardwise and are on one machine, so messages are pickled. Messages between hosts
+(`Report` and `Orders` in team.py) cross a network and are JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from shardwise.mesh import Worker
 from shardwise.resilience.team import Fault, Team
 
 Phase = Literal["build", "restore", "step", "wait", "meet", "evaluate", "save", "end"]
-"""`wait` and `meet` are within a step: for gradients of others, and for other groups."""
+"""Phase of a worker. `wait` and `meet` are inside a step: waiting for gradients, and for other groups."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Progress:
-    """A worker began a phase, or did a step."""
+    """A worker began a phase, or completed a step."""
 
     phase: Phase
     step: int
@@ -32,47 +31,48 @@ class Progress:
 
 @dataclass(frozen=True)
 class Reads:
-    """Which rows of every global batch are the worker's, to be named should it die."""
+    """The rows of every global batch that the worker reads; reported if it dies."""
 
     rows: str
 
 
 @dataclass(frozen=True)
 class PeerGone:
-    """A worker's team is no more, because a peer is gone."""
+    """A worker has left its team because a peer is gone."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker ends, and why."""
+    """A worker ends because of a fault."""
 
     fault: Fault
 
 
 @dataclass(frozen=True)
 class Done:
-    """A worker ends, having done what was asked."""
+    """A worker ends because its work is done."""
 
     status: int
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """A worker got a signal that asks to stop: the host answers for the run."""
+    """A worker received a signal that asks to stop. The host decides for the run."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Where every thread of a worker stands: the answer to `ReportStacks`."""
+    """Stacks of all threads of a worker: the answer to `ReportStacks`."""
 
     text: str
 
 
 FromWorker = Waiting | Progress | Reads | PeerGone | Failed | Done | Signalled | Stacks
+"""Any message that a worker sends to its host."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class JoinTeam:
 
 @dataclass(frozen=True)
 class ReportStacks:
-    """Answer with your stacks: no step was done for too long."""
+    """Answer with your stacks, because no step was completed for too long."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Leave:
-    """The run has ended: there will be no next team."""
+    """The run has ended; there will be no next team."""
 
 
 FromHost = JoinTeam | ReportStacks | Regroup | Stop | Leave
+"""Any message that a host sends to its worker."""

@@ -14,10 +14,9 @@ import pytest
 
 from shardwise.errors import RunFailed
 from shardwise.mesh.sockets import LOOPBACK
-from shardwise.resilience import forked
-from shardwise.resilience import store as store_module
-from shardwise.resilience.server import start_server
-from shardwise.resilience.store import open_store
+from shardwise.resilience import forked_process, team_store
+from shardwise.resilience.fork_server import start_server
+from shardwise.resilience.team_store import open_store
 
 
 def _listen(pipe: Connection, address: str) -> None:
@@ -32,22 +31,22 @@ def _cannot(pipe: Connection, address: str) -> None:
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[forked.Forked]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[forked_process.ForkedProcess]:
     """Those that held a store, the last one perhaps still does."""
-    start_server(["shardwise.resilience.host_link"])
-    started: list[forked.Forked] = []
+    start_server(["shardwise.resilience.worker_link"])
+    started: list[forked_process.ForkedProcess] = []
 
-    def remember(*arguments: Any) -> forked.Forked:
-        started.append(forked.fork(*arguments))
+    def remember(*arguments: Any) -> forked_process.ForkedProcess:
+        started.append(forked_process.fork_process(*arguments))
         return started[-1]
 
-    monkeypatch.setattr(store_module, "_hold", _listen)
-    monkeypatch.setattr(store_module, "fork", remember)
+    monkeypatch.setattr(team_store, "_hold", _listen)
+    monkeypatch.setattr(team_store, "fork_process", remember)
     return started
 
 
 def test_a_store_whose_process_was_killed_is_replaced(
-    processes: list[forked.Forked], capsys: pytest.CaptureFixture[str]
+    processes: list[forked_process.ForkedProcess], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open_store(LOOPBACK) as port:
         first = port()
@@ -66,9 +65,9 @@ def test_a_store_whose_process_was_killed_is_replaced(
 
 
 def test_a_store_that_cannot_be_opened_says_why(
-    processes: list[forked.Forked], monkeypatch: pytest.MonkeyPatch
+    processes: list[forked_process.ForkedProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_hold", _cannot)
+    monkeypatch.setattr(team_store, "_hold", _cannot)
     with pytest.raises(
         RunFailed, match=r"(?s)store in which workers meet could not be opened: .*no port is free"
     ):
@@ -80,6 +79,6 @@ def test_a_machine_without_room_for_the_log_of_the_store_is_named(monkeypatch: p
     def full(prefix: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store_module.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(team_store.tempfile, "TemporaryDirectory", full)
     with pytest.raises(RunFailed, match=r"takes no files \(No space left on device\); make room there"):
         open_store(LOOPBACK).__enter__()

@@ -1,5 +1,4 @@
-"""A worker as its host sees it: a process in a slot, what it last said, and what can be said of it once it
-has ended."""
+"""A worker as its host sees it: a process in a slot, its last messages, and the fault after it has ended."""
 
 from __future__ import annotations
 
@@ -20,13 +19,15 @@ from typing import Literal
 
 from shardwise.config import Recovery
 from shardwise.observe import present_time, write_text
-from shardwise.resilience.messages import FromHost, Phase
-from shardwise.resilience.server import server_pid, start_process
+from shardwise.resilience.fork_server import server_pid, start_process
 from shardwise.resilience.team import Fault
+from shardwise.resilience.worker_messages import FromHost, Phase
 
 SAVE_SECONDS = 3600.0
-"""How long a save may take before it is a hang: its size and the storage decide, and to end it would lose the
-newest steps."""
+"""Seconds that a save may take before it counts as a hang.
+
+Its duration depends on its size and the storage, and ending it would lose the newest steps.
+"""
 
 
 @dataclass
@@ -40,35 +41,41 @@ class WorkerProcess:
     generation: int = 0
     rank: int = 0
     loose: bool = False
-    """Whether it works for the team and is none of its ranks."""
+    """Whether it works for the team without being one of its ranks."""
     step: int = 0
     phase: Phase = "build"
     reads: str = "unknown data"
+    """Rows of every global batch that it reads."""
     changed: float = field(default_factory=time.monotonic)
+    """Time of its last message about progress."""
     begun: float | None = None
-    """When the step that it is in began; None: it does something else."""
+    """Time at which its current step began; None if it is not in a step."""
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    """Durations of its last steps."""
     wished: str | None = None
+    """Last request that it was sent."""
     asked_for_stacks: float | None = None
     stacks: str | None = None
-    """Its answer, once it was asked where it stands."""
+    """Its answer after it was asked for its stacks."""
     fault: Fault | None = None
     hung_up: float | None = None
-    """Since when nobody is at the other end of its pipe."""
+    """Time since which its end of the pipe is closed."""
     discarded: bool = False
+    """Whether the host has ended it because it is of no use any more."""
 
     @property
     def pid(self) -> int:
+        """Id of the process."""
         assert self.process.pid is not None, "it was started"
         return self.process.pid
 
     def send(self, message: FromHost) -> None:
-        """Tell the worker; if it is gone, that will be noticed elsewhere."""
+        """Send a message to the worker. A worker that is gone is noticed elsewhere."""
         with contextlib.suppress(OSError):
             self.pipe.send(message)
 
     def hang_limit(self, recovery: Recovery) -> float:
-        """Seconds without a step done that count as a hang now."""
+        """Return the number of seconds without a completed step that count as a hang in the present phase."""
         if self.phase in ("build", "restore", "meet") or not self.seconds:
             return recovery.start_seconds
         step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
@@ -77,11 +84,10 @@ class WorkerProcess:
         return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
 
 
-def fork(
+def fork_worker(
     slot: int, start: Callable[[int, Connection], None], seconds: float, given_up: Callable[[], bool]
 ) -> tuple[WorkerProcess, Fault | None]:
-    """A new worker, forked from the server; with a fault if the server does not do that within so many
-    seconds."""
+    """Fork a new worker from the fork server. Return a fault too if the server does not answer in time."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     worker = WorkerProcess(slot, context.Process(target=start, args=(slot, theirs), daemon=True), ours)
@@ -89,15 +95,14 @@ def fork(
     theirs.close()
     if started:
         return worker, None
-    ours.close()  # should it be forked yet, it finds nobody to work for, and ends
-    cause = (
-        f"the process that workers are forked from (pid {server_pid()}) did not answer for {seconds:.0f} s"
-    )
+    ours.close()  # if it is forked later after all, it finds the pipe closed and ends
+    server = f"the process that workers are forked from (pid {server_pid()})"
+    cause = f"{server} did not answer for {seconds:.0f} s"
     return worker, Fault("failed", None, 0, cause, present_time(), 0)
 
 
-def died(worker: WorkerProcess, logs: Path) -> Fault:
-    """What can be said of a worker that left no word."""
+def fault_of_dead_worker(worker: WorkerProcess, logs: Path) -> Fault:
+    """Return the fault of a worker that ended without a message."""
     code = worker.process.exitcode or 0
     log = logs / f"rank-{worker.rank}.log"
     if code < 0:
@@ -109,14 +114,14 @@ def died(worker: WorkerProcess, logs: Path) -> Fault:
     return Fault("died", worker.rank, step, cause, present_time(), worker.generation, reads=worker.reads)
 
 
-def peer_gone(worker: WorkerProcess, reason: str) -> Fault:
-    """What a worker says that lost a peer: some other fault is the cause."""
+def fault_of_lost_peer(worker: WorkerProcess, reason: str) -> Fault:
+    """Return the fault of a worker that lost a peer. Some other fault is the cause."""
     cause = f"a peer is gone: {reason}"
     return Fault("failed", worker.rank, worker.step + 1, cause, present_time(), worker.generation, echo=True)
 
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
-    """Who is who, for people and for the drill."""
+    """Write which process is which rank, for people and for the drill."""
     known = [
         {"rank": worker.rank, "slot": worker.slot, "pid": worker.pid, "loose": worker.loose}
         for worker in workers

@@ -1,17 +1,17 @@
-"""The process that workers are forked from: it imports torch once, and a new worker is there in a moment.
+"""The process that workers are forked from. It imports torch once, so that a new worker starts quickly.
 
 Importing this module needs no torch, so the server can be started first and do its imports while the command
-that started it still reads its job. The server has no threads of computation and touches no GPU, so forking
-it is safe. It is a new Python process, not a fork of the caller, so a notebook that has already used CUDA can
+that started it still reads its job. The server has no computing threads and does not use a GPU, so forking it
+is safe. It is a new Python process and not a fork of the caller, so a notebook that has already used CUDA can
 start workers. For the same reason neither the server nor a worker runs the caller's script again, as
-multiprocessing would have them do (`without_main`).
+multiprocessing would do (`without_main`).
 
-A scheduler that ends a job signals this process too, and multiprocessing's resource tracker. Both hold back,
-from their first instruction, the signals that ask a run to stop (stopping.py), and so does whatever is
-forked, until it lets them through.
+A scheduler that ends a job sends signals to this process too, and to multiprocessing's resource tracker. Both
+block the signals that ask a run to stop (stopping.py) from their first instruction on. So do all processes
+that are forked, until they unblock them.
 
-It is also the one who hears that a worker has ended. Should someone have stopped it, nothing would be forked
-and no death be noticed, so whoever waits for it in vain lets it go on.
+The server also notices when a worker has ended. If somebody stopped the server, nothing would be forked and
+no death would be noticed, so a process that waits for it too long sends it SIGCONT.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from shardwise.resilience.stopping import STOP_SIGNALS
 
 
 def start_server(preload: Sequence[str]) -> None:
-    """Start it, if it does not run yet. It ends with the thread that calls this (preload.py): the main
-    one."""
+    """Start the server if it does not run yet. It ends with the thread that calls this, the main one
+    (preload.py).
+    """
     check_limits()
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["shardwise.resilience.preload", *preload]
@@ -43,10 +44,10 @@ def start_server(preload: Sequence[str]) -> None:
 
 
 def ensure_server() -> None:
-    """Start it again, should it have ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a new process has its parent's mask
+    """Start the server again if it has ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a new process inherits the mask
     try:
-        resource_tracker.ensure_running()  # lets two of them through again here, once the tracker is there
+        resource_tracker.ensure_running()  # unblocks two of the signals in this process afterwards
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -57,9 +58,9 @@ def ensure_server() -> None:
 def without_main() -> Iterator[None]:
     """Start processes that do not run the caller's script again.
 
-    By default multiprocessing imports the script in each new process. Workers need only modules of ours. A
-    script without an `if __name__ == "__main__"` guard would start workers without end, and one that uses
-    CUDA at its top level would initialise it in a process that forks.
+    By default multiprocessing imports the script in each new process. Workers need only modules of shardwise.
+    A script without an `if __name__ == "__main__"` guard would start workers without end, and a script that
+    uses CUDA at its top level would initialise it in a process that forks.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -70,9 +71,11 @@ def without_main() -> Iterator[None]:
 
 
 def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], bool]) -> bool:
-    """Let the server fork this process; whether it did within so many seconds, and did not die over it.
-    Asking it blocks, so a thread does that."""
-    ensure_server()  # not in that thread: a server that is started there would end with it
+    """Let the server fork this process. Return whether it did so in time and did not die.
+
+    The request blocks, so a thread makes it.
+    """
+    ensure_server()  # a server that is started in the thread below would end with it
     failures: list[BaseException] = []
 
     def start() -> None:
@@ -82,26 +85,28 @@ def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], b
             failures.append(error)
 
     asking = threading.Thread(target=start, name="fork", daemon=True)
-    deadline, patience = time.monotonic() + seconds, time.monotonic() + seconds / 2
+    deadline, half_time = time.monotonic() + seconds, time.monotonic() + seconds / 2
     with without_main():
         asking.start()
         while asking.is_alive() and time.monotonic() < deadline and not given_up():
             asking.join(0.05)
-            if time.monotonic() > patience:
+            if time.monotonic() > half_time:
                 wake_server()
     if failures and isinstance(failures[0], EOFError | ConnectionError):
-        _see_it_end()
+        _wait_for_end()
         return False
     if failures:
         raise failures[0]
     return not asking.is_alive()
 
 
-def _see_it_end() -> None:
-    """A server that died hangs up a moment before it can be known to be dead, and till then another would not
-    be started."""
+def _wait_for_end() -> None:
+    """Wait until a server that died counts as dead.
+
+    Its connection closes a moment earlier, and until then no other server would be started.
+    """
     pid, deadline = server_pid(), time.monotonic() + 1.0
-    with contextlib.suppress(ChildProcessError):  # it is known
+    with contextlib.suppress(ChildProcessError):  # its end has been collected already
         while pid is not None and time.monotonic() < deadline:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return
@@ -109,13 +114,13 @@ def _see_it_end() -> None:
 
 
 def wake_server() -> None:
-    """Let the server go on, should it have been stopped."""
+    """Let the server continue, in case it was stopped."""
     if (pid := server_pid()) is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
 def server_pid() -> int | None:
-    """Of the server, if one was started here."""
+    """Return the process id of the server, if one was started here."""
     pid: int | None = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
     return pid

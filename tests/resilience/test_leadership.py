@@ -15,22 +15,21 @@ from pretend import plan_for
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.locks import take_lock
-from shardwise.resilience import meeting as meeting_module
-from shardwise.resilience import other_hosts as other_hosts_module
+from shardwise.resilience import leader_file, leadership
 from shardwise.resilience.channel import greeting
-from shardwise.resilience.first_node import FirstNodeFile
-from shardwise.resilience.forked import free_port
-from shardwise.resilience.meeting import FILE, MeetingFile
-from shardwise.resilience.newcomer import Newcomer
-from shardwise.resilience.other_hosts import OtherHosts
-from shardwise.resilience.store import FindPort
-from shardwise.resilience.team import Bounds, Lead, Orders, Report
+from shardwise.resilience.first_node_file import FirstNodeFile
+from shardwise.resilience.forked_process import free_port
+from shardwise.resilience.host_description import HostDescription
+from shardwise.resilience.leader_file import FILE, LeaderFile
+from shardwise.resilience.leadership import Leadership
+from shardwise.resilience.team import Bounds, Leader, Orders, Report
+from shardwise.resilience.team_store import FindPort
 
 HERE = "127.0.0.1"
 
 
-def seen_by(host: str, folder: Path, given: str | None = None) -> MeetingFile:
-    return MeetingFile(folder, host, "run", given, (HERE, 29400))
+def seen_by(host: str, folder: Path, given: str | None = None) -> LeaderFile:
+    return LeaderFile(folder, host, "run", given, (HERE, 29400))
 
 
 def test_the_secret_is_for_this_user_alone_and_new_in_every_run(tmp_path: Path) -> None:
@@ -80,18 +79,18 @@ def test_a_leader_is_silent_once_its_number_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(meeting_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(leader_file.time, "monotonic", lambda: now[0])
     first, second = seen_by("a", tmp_path), seen_by("b", tmp_path)
     first.begin()
     first.announce(HERE, 1)
     second.read()
     for _ in range(20):
-        now[0] += meeting_module.BEAT_SECONDS + 0.1
+        now[0] += leader_file.BEAT_SECONDS + 0.1
         assert first.still_leads()
         assert not second.leader_is_silent()
-    now[0] += meeting_module.SILENT_SECONDS
+    now[0] += leader_file.SILENT_SECONDS
     assert not second.leader_is_silent() or second.read() is not None
-    now[0] += meeting_module.SILENT_SECONDS + 1
+    now[0] += leader_file.SILENT_SECONDS + 1
     assert second.leader_is_silent()
     second.announce(HERE, 2)
     assert not first.still_leads(), "it was stopped for a while, and another has taken over"
@@ -105,13 +104,13 @@ def others(
     hold: Any = nullcontext,
     given: str | None = None,
     version: str = "0.1.0",
-) -> OtherHosts:
-    def make_lead(port: FindPort) -> Lead:
-        return Lead(Bounds(1, 1), plan_for, 3, port)
+) -> Leadership:
+    def make_leader(port: FindPort) -> Leader:
+        return Leader(Bounds(1, 1), plan_for, 3, port)
 
-    own = Newcomer(host, version)
-    meeting = MeetingFile(folder, host, "run", given, (HERE, port))
-    return OtherHosts(own, (HERE, port), meeting, FirstNodeFile(folder, "run"), hold, make_lead)
+    own = HostDescription(host, version)
+    meeting = LeaderFile(folder, host, "run", given, (HERE, port))
+    return Leadership(own, (HERE, port), meeting, FirstNodeFile(folder, "run"), hold, make_leader)
 
 
 def in_use() -> Any:
@@ -120,15 +119,15 @@ def in_use() -> Any:
 
 @pytest.fixture
 def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_hosts_module, "open_store", lambda address: nullcontext(lambda: 5))
+    monkeypatch.setattr(leadership, "open_store", lambda address: nullcontext(lambda: 5))
 
 
 def test_a_lost_leader_is_succeeded_by_a_host_that_can_hold_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
 ) -> None:
-    monkeypatch.setattr(meeting_module, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(other_hosts_module, "TRY_SECONDS", 0.0)
+    monkeypatch.setattr(leader_file, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leadership, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leadership, "TRY_SECONDS", 0.0)
     port = free_port()
     first, second, third = (
         others("a", tmp_path, port),
@@ -144,7 +143,7 @@ def test_a_lost_leader_is_succeeded_by_a_host_that_can_hold_the_folder(
     assert second.take_over() is None, "the leader lives: it holds the folder"
     second._hold = nullcontext
     assert second.take_over() is not None
-    second.check_lead()
+    second.check()
     assert third.call(Report("c", HERE, (0,))) is None, "the leader it knew hung up"
     assert third.call(Report("c", HERE, (0,))) is not None, "its successor is found in the file"
     assert json.loads((tmp_path / FILE).read_text())["leader"] == "b"
@@ -161,7 +160,7 @@ def test_a_first_node_whose_folder_another_run_writes_is_refused(
     port = free_port()
     with pytest.raises(UserError, match="another run is writing there now"):
         others("a", tmp_path, port, in_use).begin()
-    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    monkeypatch.setattr(leadership, "REFUSED_SECONDS", -1.0)
     stranger = others("a", tmp_path, port)
     with pytest.raises(UserError, match="the run's secret is not known yet: the first node writes"):
         stranger.give_up_if_too_long()
@@ -175,7 +174,7 @@ def test_a_first_node_that_cannot_write_where_it_is_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = others("a", tmp_path, free_port())
-    monkeypatch.setattr(MeetingFile, "_write", full)
+    monkeypatch.setattr(LeaderFile, "_write", full)
     with pytest.raises(
         UserError, match=rf"{FILE}, .*, cannot be written \(No space left on device\); make room there"
     ):
@@ -186,9 +185,9 @@ def test_a_first_node_that_cannot_write_where_it_is_says_so(
 def test_a_host_that_cannot_take_over_for_want_of_room_leaves_that_to_others_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting_module, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(other_hosts_module, "TRY_SECONDS", 0.0)
+    monkeypatch.setattr(leader_file, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leadership, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leadership, "TRY_SECONDS", 0.0)
     held: list[str] = []
 
     @contextmanager
@@ -203,10 +202,10 @@ def test_a_host_that_cannot_take_over_for_want_of_room_leaves_that_to_others_and
     assert second.call(Report("b", HERE, (0,))) is not None
     first.close()
     with monkeypatch.context() as disk:
-        disk.setattr(MeetingFile, "_write", full)
+        disk.setattr(LeaderFile, "_write", full)
         for _ in range(2):
             assert second.take_over() is None
-            assert (second.rendezvous, held) == (None, [])
+            assert (second.leader_server, held) == (None, [])
     assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 1
     assert second.take_over() is not None
     assert held == ["b"]
@@ -216,7 +215,7 @@ def test_a_host_that_cannot_take_over_for_want_of_room_leaves_that_to_others_and
 def test_a_leader_whose_folder_was_deleted_is_found_in_the_new_one_and_keeps_others_out_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting_module, "BEAT_SECONDS", -1.0)
+    monkeypatch.setattr(leader_file, "BEAT_SECONDS", -1.0)
     folder = tmp_path / "run"
 
     def hold() -> Any:
@@ -227,16 +226,16 @@ def test_a_leader_whose_folder_was_deleted_is_found_in_the_new_one_and_keeps_oth
     assert first.begin() is not None
     told = json.loads((folder / FILE).read_text())
     shutil.rmtree(folder)
-    first.check_lead()
+    first.check()
     again = json.loads((folder / FILE).read_text())
     assert again == {**told, "beat": again["beat"]}
     with pytest.raises(UserError, match="another run is writing there now"):
         hold()
     shutil.rmtree(folder)
     with hold():
-        first.check_lead()
+        first.check()
         (folder / FILE).unlink()
-        first.check_lead()
+        first.check()
     assert (
         capsys.readouterr().err.count(
             "others are not kept out of the new one: another run is writing there now"
@@ -257,8 +256,8 @@ def test_the_file_is_removed_by_the_leader_that_ends_the_run_and_by_nobody_else(
 ) -> None:
     first, follower = others("a", tmp_path, free_port()), others("b", tmp_path, free_port())
     assert first.begin() is not None
-    assert first.rendezvous is not None
-    first.rendezvous.tell(Orders("end"))
+    assert first.leader_server is not None
+    first.leader_server.tell(Orders("end"))
     seen_by("c", tmp_path).announce(HERE, 1)
     follower.close()
     first.close()
@@ -266,8 +265,8 @@ def test_the_file_is_removed_by_the_leader_that_ends_the_run_and_by_nobody_else(
     for orders, is_left in ((Orders("work"), True), (Orders("end"), False)):
         last = others("a", tmp_path, free_port())
         assert last.begin() is not None
-        assert last.rendezvous is not None
-        last.rendezvous.tell(orders)
+        assert last.leader_server is not None
+        last.leader_server.tell(orders)
         last.close()
         assert (tmp_path / FILE).exists() == is_left
 
@@ -281,8 +280,8 @@ def test_a_first_node_whose_folder_is_in_use_looks_a_minute_for_a_leader_that_an
     assert first.call(Report("a", HERE, (0,))) is None
     first.give_up_if_too_long()
     assert "another run is writing there now (should that be this run: " in first.trouble()
-    assert first.patience() == other_hosts_module.REFUSED_SECONDS
-    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    assert first.patience() == leadership.REFUSED_SECONDS
+    monkeypatch.setattr(leadership, "REFUSED_SECONDS", -1.0)
     with pytest.raises(UserError, match=r"^another run is writing there now$"):
         first.give_up_if_too_long()
     first.close()
@@ -301,7 +300,7 @@ def test_a_first_node_that_comes_into_a_run_that_lives_says_so_and_then_looks_fo
         f"this run has begun already, led by {HERE}:{port}, and this host takes part in it"
         in capsys.readouterr().err
     )
-    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr(leadership, "REFUSED_SECONDS", 0.0)
     first.close()
     assert second.call(Report("a2", HERE, (0,))) is None
     second._accepted += 1000
@@ -313,8 +312,8 @@ def test_hosts_with_a_given_secret_find_their_leader_past_a_file_of_an_earlier_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
 ) -> None:
     """They share no folder, and one of them led an earlier run, whose file lies in its own."""
-    monkeypatch.setattr(meeting_module, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leader_file, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(leadership, "SILENT_SECONDS", 0.0)
     for host in "ab":
         (tmp_path / host).mkdir()
     seen_by("b before", tmp_path / "b", "given by the site").announce(HERE, free_port())
@@ -342,11 +341,11 @@ def test_a_host_takes_over_at_the_address_by_which_it_called_its_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
 ) -> None:
     """When it began it may not have known one: names of the network come later."""
-    for module in (meeting_module, other_hosts_module):
+    for module in (leader_file, leadership):
         monkeypatch.setattr(module, "SILENT_SECONDS", 0.0)
     port = free_port()
     first = others("a", tmp_path, port)
-    monkeypatch.setattr(other_hosts_module, "address_towards", lambda address, port: "127.0.0.9")
+    monkeypatch.setattr(leadership, "address_towards", lambda address, port: "127.0.0.9")
     second = others("b", tmp_path, port)
     assert first.begin() is not None
     assert second.address == "127.0.0.9"
@@ -379,12 +378,12 @@ def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(
 def test_a_host_gives_up_on_a_leader_of_an_older_version_and_names_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
 ) -> None:
-    monkeypatch.setattr("shardwise.resilience.rendezvous.greeting", lambda version: greeting())
+    monkeypatch.setattr("shardwise.resilience.leader_connection.greeting", lambda version: greeting())
     port = free_port()
     first, second = others("a", tmp_path, port), others("b", tmp_path, port)
     assert first.begin() is not None
     assert second.call(Report("b", HERE, (0,))) is None
-    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    monkeypatch.setattr(leadership, "REFUSED_SECONDS", -1.0)
     with pytest.raises(
         UserError,
         match=r"has an older version of shardwise, .*, and this host has 0.1.0: install the same version",
@@ -397,11 +396,11 @@ def test_a_host_gives_up_on_a_leader_of_an_older_version_and_names_its_own(
 def test_nodes_that_wait_end_when_the_first_node_has_ended(tmp_path: Path) -> None:
     folder = tmp_path / "made by the first node"
     waiting = others("b", folder, free_port())
-    with suppress(UserError), FirstNodeFile(folder, "run").tell():
+    with suppress(UserError), FirstNodeFile(folder, "run").report_start_and_failure():
         assert waiting.call(Report("b", HERE, (0,))) is None
         waiting.give_up_if_too_long()
         assert waiting.trouble().startswith("the first node has started, and does not lead the run yet")
-        assert waiting.patience() == other_hosts_module.GIVE_UP_SECONDS
+        assert waiting.patience() == leadership.GIVE_UP_SECONDS
         raise UserError("no room")
     with pytest.raises(UserError, match=r"^the first node has ended: no room$") as ended:
         waiting.give_up_if_too_long()
@@ -414,7 +413,7 @@ def test_nodes_that_wait_end_with_the_kind_of_failure_of_the_first_node(
     tmp_path: Path, error: BaseException
 ) -> None:
     waiting = others("b", tmp_path, free_port())
-    with pytest.raises(type(error)), FirstNodeFile(tmp_path, "run").tell():
+    with pytest.raises(type(error)), FirstNodeFile(tmp_path, "run").report_start_and_failure():
         raise error
     with pytest.raises(
         RunFailed, match=r"^the first node has ended: (it broke|it was stopped \(KeyboardInterrupt\))$"
@@ -427,16 +426,16 @@ def test_nodes_that_wait_end_with_the_kind_of_failure_of_the_first_node(
 def test_word_of_a_first_node_from_before_counts_after_a_minute_if_it_is_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, counts: bool
 ) -> None:
-    with pytest.raises(UserError), FirstNodeFile(tmp_path, name).tell():
+    with pytest.raises(UserError), FirstNodeFile(tmp_path, name).report_start_and_failure():
         raise UserError("no room")
     waiting = others("b", tmp_path, free_port())
     waiting.give_up_if_too_long()
-    monkeypatch.setattr(waiting, "silence", lambda: other_hosts_module.REFUSED_SECONDS + 1)
+    monkeypatch.setattr(waiting, "silence", lambda: leadership.REFUSED_SECONDS + 1)
     if counts:
-        assert waiting.patience() == other_hosts_module.REFUSED_SECONDS
+        assert waiting.patience() == leadership.REFUSED_SECONDS
         with pytest.raises(UserError, match=r"^the first node has ended: no room$"):
             waiting.give_up_if_too_long()
-    with FirstNodeFile(tmp_path, "run").tell():  # started again
+    with FirstNodeFile(tmp_path, "run").report_start_and_failure():  # started again
         waiting.give_up_if_too_long()
     waiting.close()
 
@@ -446,12 +445,12 @@ def test_a_first_node_of_which_nothing_was_heard_is_not_waited_for_as_long_as_on
 ) -> None:
     port = free_port()
     waiting = others("b", tmp_path, port)
-    assert waiting.patience() == other_hosts_module.UNHEARD_SECONDS < other_hosts_module.GIVE_UP_SECONDS
+    assert waiting.patience() == leadership.UNHEARD_SECONDS < leadership.GIVE_UP_SECONDS
     assert (
         others("c", tmp_path / "own", port, given="given by the site").patience()
-        == other_hosts_module.GIVE_UP_SECONDS
+        == leadership.GIVE_UP_SECONDS
     )
-    monkeypatch.setattr(waiting, "silence", lambda: other_hosts_module.UNHEARD_SECONDS + 1)
+    monkeypatch.setattr(waiting, "silence", lambda: leadership.UNHEARD_SECONDS + 1)
     with pytest.raises(
         RunFailed, match=r"the first node writes .*, and nothing was heard of it so far. Is it running"
     ):
@@ -459,6 +458,6 @@ def test_a_first_node_of_which_nothing_was_heard_is_not_waited_for_as_long_as_on
     first = others("a", tmp_path, port)
     assert first.begin() is not None
     waiting.give_up_if_too_long()
-    assert waiting.patience() == other_hosts_module.GIVE_UP_SECONDS
+    assert waiting.patience() == leadership.GIVE_UP_SECONDS
     for host in (first, waiting):
         host.close()

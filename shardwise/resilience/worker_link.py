@@ -1,13 +1,14 @@
-"""A worker's link to its host: teams and wishes come in, progress goes out (resilience/messages.py).
+"""A worker's link to its host: it receives teams and requests, and reports progress (worker_messages.py).
 
-Progress is what is told, not life: a worker that waits forever in a collective is alive and useless, so the
-host counts the time since the last step was done. A thread listens, because the main one may be stuck: it
-answers "where are you?" with every thread's stack and the last collective, tells the host of a signal that
-asks to stop, and ends the process should the host be gone. A process that cannot even answer is stopped, or
-stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log, on SIGQUIT.
+A worker reports progress and not life, because a worker that waits forever in a collective is alive and
+useless: the host counts the time since the last completed step. A thread receives messages, because the main
+thread may be stuck. It answers a request for stacks with the stack of every thread and the last collective,
+reports signals that ask to stop, and ends the process if the host is gone. A process that cannot answer is
+stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log on
+SIGQUIT.
 
-A worker that someone else started (torchrun, srun) has no host of ours: `NoHost` gives it one team and takes
-no notes. Signals reach it alone, and its peers learn of them with the next step.
+A worker of another launcher (torchrun, srun) has no host of shardwise: `WorkerLink` itself gives it one team
+and reports nothing. Only this worker receives its signals, and its peers learn of them in the next step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from shardwise.limits import limit_reached
 from shardwise.mesh import Worker
 from shardwise.observe import present_time
 from shardwise.plan import Plan
-from shardwise.resilience.messages import (
+from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
+from shardwise.resilience.team import Fault, Member, Team
+from shardwise.resilience.user_code import line_in_user_code
+from shardwise.resilience.worker_messages import (
     Done,
     Failed,
     FromHost,
@@ -44,20 +48,23 @@ from shardwise.resilience.messages import (
     Stop,
     Waiting,
 )
-from shardwise.resilience.own_code import own_line
-from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
-from shardwise.resilience.team import Fault, Member, Team
 
 Wish = Literal["stop", "regroup"]
+"""What a worker may be asked to do after its present step."""
 LONGEST_CAUSE, LONGEST_TRACE = 2000, 8000
-"""Characters of what a worker says of its end: orders to other hosts carry it, and a line between hosts has
-64 KiB."""
+"""Maximum numbers of characters of a fault's cause and trace. They are sent between hosts in lines of
+64 KiB.
+"""
 
 
-class NoHost:
-    """What stands in for the link in a worker whose launcher is not ours: one team, and nobody to tell."""
+class WorkerLink:
+    """A worker's link to what supervises it. This base class is for workers that shardwise did not start.
+
+    Such a worker has one team, and nothing to report to.
+    """
 
     recovers = False
+    """Whether a fault leads to another team."""
 
     def __init__(self, worker: Worker, plan: Plan, signals: CollectSignals | None = None) -> None:
         members = tuple(Member(worker.address, rank) for rank in range(worker.world))
@@ -65,35 +72,37 @@ class NoHost:
         self._only: tuple[Worker, Team] | None = (worker, team)
         self._signals = signals or CollectSignals()
         self.reached = 0
-        """The last step that is done."""
+        """Last completed step."""
 
     def next_team(self) -> tuple[Worker, Team] | None:
-        """The team to train with next, and this worker's part in it; None: the run has ended."""
+        """Return the next team to train with, and this worker's place in it; None if the run has ended."""
         only, self._only = self._only, None
         return only
 
     def progress(self, phase: Phase, step: int) -> None:
-        """This phase began, or this step is done."""
+        """Report that this phase began, or that this step is completed."""
         self.reached = step
 
     def reads(self, rows: str) -> None:
-        """What of every step's data is this worker's, to be named should it die."""
+        """Report which rows of every step this worker reads, so that they can be named if it dies."""
 
     def peer_gone(self, reason: str) -> None:
-        """The team is no more: a peer is gone."""
+        """Report that the team has broken because a peer is gone."""
 
     def wish(self) -> Wish | None:
-        """What is asked for: `stop`, `regroup`, or nothing."""
+        """Return what this worker is asked to do: `stop`, `regroup`, or None."""
         return "stop" if self._signals.received else None
 
     def stop_status(self) -> int | None:
-        """What this worker ends with if it is asked to stop; None: it is not."""
+        """Return the exit status of this worker if it is asked to stop, else None."""
         return self._signals.status
 
 
-class HostLink(NoHost):
-    """The link of a worker to the host that forked it: one pipe, and one of signals, read by a thread of its
-    own."""
+class HostLink(WorkerLink):
+    """The link of a worker to the host that forked it.
+
+    It uses a pipe to the host and a pipe of signals, which a thread reads.
+    """
 
     recovers = True
 
@@ -109,6 +118,7 @@ class HostLink(NoHost):
         threading.Thread(target=self._listen, name="link to the host", daemon=True).start()
 
     def next_team(self) -> tuple[Worker, Team] | None:
+        """Wait for the next team from the host."""
         self._send(Waiting())
         joined = self._teams.get()
         if joined is None:
@@ -118,22 +128,26 @@ class HostLink(NoHost):
         return joined.worker, joined.team
 
     def progress(self, phase: Phase, step: int) -> None:
+        """Send the progress to the host."""
         self._step = {"build": 0, "restore": step + 1, "step": step + 1}.get(phase, step)
         self._send(Progress(phase, step))
 
     def reads(self, rows: str) -> None:
+        """Send the rows to the host."""
         self._send(Reads(rows))
 
     def peer_gone(self, reason: str) -> None:
+        """Send the reason to the host."""
         self._send(PeerGone(reason))
 
     def failed(self, error: BaseException) -> None:
-        """Tell the host that this worker ends, and why."""
+        """Tell the host that this worker ends because of an error."""
         limit = limit_reached(error)
-        ours, line = isinstance(error, UserError) or limit is not None, own_line(error)
-        said = limit or (str(error) if ours else f"{type(error).__name__}: {error}")
-        causes = [f"{line}: {said}" if line and not ours else said, *getattr(error, "__notes__", ())]
-        trace = "" if ours else "".join(traceback.format_exception(error))
+        explained, line = isinstance(error, UserError) or limit is not None, line_in_user_code(error)
+        text = limit or (str(error) if explained else f"{type(error).__name__}: {error}")
+        causes = [f"{line}: {text}" if line and not explained else text, *getattr(error, "__notes__", ())]
+        trace = "" if explained else "".join(traceback.format_exception(error))
+        status = error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None
         fault = Fault(
             kind="failed",
             rank=self._worker.rank,
@@ -141,43 +155,43 @@ class HostLink(NoHost):
             cause=without_middle("; ".join(causes), LONGEST_CAUSE),
             at=present_time(),
             generation=self._worker.generation,
-            status=error.status
-            if isinstance(error, UserError) and not isinstance(error, Unreadable)
-            else None,
+            status=status,
             trace=without_middle(trace, LONGEST_TRACE),
-            own_line="" if ours else line,
+            own_line="" if explained else line,
         )
         self._send(Failed(fault))
 
     def done(self, status: int) -> None:
-        """Tell the host that this worker ends, having done what was asked."""
+        """Tell the host that this worker ends because its work is done."""
         self._send(Done(status))
 
     def wish(self) -> Wish | None:
+        """Return what the host asks this worker to do, or None."""
         return self._wish
 
     def stop_status(self) -> int | None:
-        return RESUME_ME if self._wish == "stop" else None  # the host knows whether it was Ctrl-C
+        """Return the exit status if the host asks to stop. The host knows whether it was Ctrl-C."""
+        return RESUME_ME if self._wish == "stop" else None
 
     def _send(self, message: FromWorker) -> None:
         with self._sending:
             try:
                 self._pipe.send(message)
             except OSError:
-                os._exit(1)  # nobody is left to train for
+                os._exit(1)  # the host is gone
 
     def _listen(self) -> None:
         while True:
             ready = wait([self._pipe, self._signal_bytes])
             if self._signal_bytes in ready:
-                for number in set(os.read(self._signal_bytes, 4096)) & set(
-                    STOP_SIGNALS
-                ):  # a module may handle others
+                # Other modules may handle other signals.
+                for number in set(os.read(self._signal_bytes, 4096)) & set(STOP_SIGNALS):
                     self._send(Signalled(number))
             if self._pipe in ready:
-                self._hear()
+                self._receive()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
+        """Receive and handle one message of the host."""
         try:
             message: FromHost = self._pipe.recv()
         except (EOFError, OSError):
@@ -197,7 +211,7 @@ class HostLink(NoHost):
 
 
 def stacks() -> str:
-    """Where every thread of this process stands."""
+    """Return the stacks of all other threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
     for ident, frame in sys._current_frames().items():
