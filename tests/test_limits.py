@@ -69,6 +69,5 @@ def test_soft_limits_are_raised_and_hard_ones_refused_together(monkeypatch: pyte
         "workers cannot start: a process may have 48 open files here, and needs up to 80. Raise that, with: "
         "ulimit -n 4096",
         "workers cannot start: a process may have 1048576 KiB of address space here, and PyTorch alone needs "
-        "1310720 KiB. "
-        "Raise that, with: ulimit -v unlimited",
+        "1310720 KiB. Raise that, with: ulimit -v unlimited",
     ]

@@ -151,7 +151,7 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
     """Why nothing can be written to a folder, or to an address; one that is not there yet is not made."""
     from shardwise.checkpoint.storage import storage
     from shardwise.errors import UserError
-    from shardwise.observe.files import check_room
+    from shardwise.observe.record_files import check_room
 
     try:
         if "://" in folder or folder.startswith("memory:"):

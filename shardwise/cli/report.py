@@ -44,7 +44,7 @@ def report(
     been predicted."""
     from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
-    from shardwise.observe.report import render, summarise
+    from shardwise.observe.render_report import render, summarise
     from shardwise.observe.trace import merge
     from shardwise.search.interval import advise
 

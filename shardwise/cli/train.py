@@ -311,7 +311,7 @@ def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
     from shardwise.checkpoint import checkpoint_folder
-    from shardwise.observe.files import check_room, check_run_files
+    from shardwise.observe.record_files import check_room, check_run_files
     from shardwise.plan.dtypes import BYTES, state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)

@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Largest id plus one."""
+        """Number of ids: the largest id plus one."""
 
     @property
     def end(self) -> int:

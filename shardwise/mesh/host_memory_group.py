@@ -409,7 +409,7 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter_single(self, output: Tensor, parts: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce-scatter one tensor."""
+        """Sum over all ranks the part of one tensor that is for this rank."""
         return self.reduce_scatter_single_coalesced([output], [parts], opts)
 
     _reduce_scatter_base = reduce_scatter_single

@@ -29,7 +29,7 @@ class Budget:
     few_shapes: tuple[Shape, ...]
     """Shapes of the matrix products in each other precision, whose knee is assumed to be the same."""
     lengths: tuple[int, ...]
-    """Sequence lengths for attention."""
+    """Sequence lengths at which attention is measured."""
     stream_bytes: int
     """Total bytes of the tensors that elementwise kernels use in turn."""
     sustained: float

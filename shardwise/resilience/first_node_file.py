@@ -22,7 +22,7 @@ from shardwise.files import parse_as, read_bytes
 from shardwise.observe import write_text
 
 FILE = "first-node.json"
-"""Name of the file."""
+"""Name of the file in the run's folder."""
 
 
 @dataclass(frozen=True)

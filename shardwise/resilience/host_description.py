@@ -29,9 +29,9 @@ class HostDescription:
 
     host: str
     version: str
-    """Version of shardwise."""
+    """Version of shardwise on the host."""
     torch: str = ""
-    """Version of torch."""
+    """Version of torch on the host."""
     workers: NonNegativeInt = 0
     """Number of workers on the host."""
     job: dict[str, str] = field(default_factory=dict)

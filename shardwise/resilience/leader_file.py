@@ -29,7 +29,7 @@ from shardwise.files import parse_as, read_bytes
 from shardwise.resilience.channel import Credentials
 
 FILE = "meeting.json"
-"""Name of the file."""
+"""Name of the file in the run's folder."""
 BEAT_SECONDS = 2.0
 """Seconds between two heartbeats of the leader in the file."""
 SILENT_SECONDS = 15.0

@@ -55,7 +55,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a team broke."""
+    """Why a team broke, and which worker caused it."""
 
     kind: Literal["died", "failed", "hung", "host lost"]
     rank: int | None

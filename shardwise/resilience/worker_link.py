@@ -72,7 +72,7 @@ class WorkerLink:
         self._only: tuple[Worker, Team] | None = (worker, team)
         self._signals = signals or CollectSignals()
         self.reached = 0
-        """Last completed step."""
+        """Number of the last completed step."""
 
     def next_team(self) -> tuple[Worker, Team] | None:
         """Return the next team to train with, and this worker's place in it; None if the run has ended."""

@@ -65,7 +65,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
+        """Process id of the worker."""
         assert self.process.pid is not None, "it was started"
         return self.process.pid
 

@@ -17,10 +17,8 @@ from shardwise.errors import UserError
 
 module = import_module("shardwise.data.prepare")  # the package's own attribute of that name is the function
 
-FOREIGN = {
-    "version": 2,
-    "shards": [{"raw_data": {"basename": "shard.00000.mds"}}],
-}  # as another library writes it
+FOREIGN = {"version": 2, "shards": [{"raw_data": {"basename": "shard.00000.mds"}}]}
+"""An index as another library writes it."""
 
 
 class KilledError(Exception):

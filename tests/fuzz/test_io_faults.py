@@ -24,7 +24,7 @@ from shardwise.config import Config, Model, from_tables
 from shardwise.data.prepare import prepare
 from shardwise.data.tokens import Tokens
 from shardwise.errors import Unreadable, UserError
-from shardwise.observe.files import MetricsFile
+from shardwise.observe.record_files import MetricsFile
 
 QUICK = (2, False, "crash")
 """Of the saves, the one that the usual tests have time for; test_failed_saves.py has errors of a disk."""

@@ -32,9 +32,8 @@ from shardwise.resilience.worker_link import HostLink
 from shardwise.resilience.worker_messages import Done, Failed, Progress, Signalled, Waiting
 from shardwise.resilience.worker_process import WorkerProcess
 
-pytestmark = pytest.mark.usefixtures(
-    "signals_as_before"
-)  # a host leaves them ignored: its process is about to end
+# A host leaves signals ignored, because its process is about to end.
+pytestmark = pytest.mark.usefixtures("signals_as_before")
 Events = list[tuple[str, dict[str, Any]]]
 
 
@@ -392,7 +391,7 @@ def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(
     assert [event for event, _ in events].count("slot_rests") == 2
 
 
-class PretendedRendezvous:
+class PretendedLeaderServer:
     """Another host that calls, and what it was told."""
 
     def __init__(self, when_called: Callable[[], None]) -> None:
@@ -422,14 +421,14 @@ class PretendedRendezvous:
 def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_path: Path, why: str) -> None:
     host, _ = a_host(tmp_path, {})
     stop = partial(os.kill, os.getpid(), signal.SIGTERM) if why == "a signal" else list
-    leadership = PretendedRendezvous(stop)
+    server = PretendedLeaderServer(stop)
     host.leadership = cast(
         Any,
-        SimpleNamespace(leader_server=leadership, check=lambda: None, is_lost=lambda: False),
+        SimpleNamespace(leader_server=server, check=lambda: None, is_lost=lambda: False),
     )
     if why == "a signal":
         assert host.run() == RESUME_ME
-        assert (leadership.told[-1].wish, leadership.told[-1].status, leadership.told[-1].message) == (
+        assert (server.told[-1].wish, server.told[-1].status, server.told[-1].message) == (
             "end",
             RESUME_ME,
             "",
@@ -438,8 +437,8 @@ def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_
         host.start = partial(_cannot_start, "user")
         with pytest.raises(UserError):
             host.run()
-        assert (leadership.told[-1].wish, leadership.told[-1].status) == ("end", UserError.status)
-        assert "the data is gone" in leadership.told[-1].message
+        assert (server.told[-1].wish, server.told[-1].status) == ("end", UserError.status)
+        assert "the data is gone" in server.told[-1].message
 
 
 def test_a_host_that_takes_over_reports_the_address_that_it_has_by_then(tmp_path: Path) -> None:
@@ -455,15 +454,15 @@ def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host, events = a_host(tmp_path, {})
-    leadership = PretendedRendezvous(list)
+    server = PretendedLeaderServer(list)
 
     def refuse() -> None:
-        leadership.refusals.append(Refusal("c", 2, "host c was started with another job"))
+        server.refusals.append(Refusal("c", 2, "host c was started with another job"))
 
     after_three_steps(tmp_path, refuse)
     host.leadership = cast(
         Any,
-        SimpleNamespace(leader_server=leadership, check=lambda: None, is_lost=lambda: False),
+        SimpleNamespace(leader_server=server, check=lambda: None, is_lost=lambda: False),
     )
     assert host.run() == 0
     assert events == [("refused", {"host": "c", "cause": "host c was started with another job"})]

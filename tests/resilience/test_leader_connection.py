@@ -162,8 +162,7 @@ WRONG = {
     "other data": (
         replace(MEMBER, host="c", data="999 tokens (checksum 11)"),
         "host c has other data than the run: 999 tokens (checksum 11) there, 1,000 tokens (checksum 00) in "
-        "the run. "
-        'Give every host the same files at "text.txt"',
+        'the run. Give every host the same files at "text.txt"',
     ),
     "another version": (
         replace(MEMBER, host="c", version="0.2.0", job={"of": "another schema"}),

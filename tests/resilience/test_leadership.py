@@ -368,8 +368,7 @@ def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(
     assert (orders.wish, orders.status) == ("end", 2)
     assert orders.message == (
         "another run is writing there now. To take part in that run instead: host a2 has shardwise 0.2.0, "
-        "and the run has "
-        "shardwise 0.1.0: install the same version on every host"
+        "and the run has shardwise 0.1.0: install the same version on every host"
     )
     for host in (first, second):
         host.close()

@@ -463,9 +463,8 @@ def test_hosts_that_die_at_once_cost_one_attempt(
         generation = judge.orders.team.generation
         word = fault(1, step=8, echo=first_word == "an echo", at=5.0, rank=0)
         faults = (word,) if now[0] >= 5 and first_word != "none" and generation == 1 else ()
-        calling = (
-            alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]
-        )  # c calls once more than b
+        # Host c calls once more than host b.
+        calling = alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]
         reports = [
             host(name, 2, generation=generation, step=7, faults=faults if name == "a" else ())
             for name in calling

@@ -14,7 +14,7 @@ from rich.console import Console
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
-from shardwise.observe.report import render
+from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
 from shardwise.parallel import is_compiled
 from shardwise.plan import choose

@@ -1,8 +1,8 @@
-"""Small pictures made of text: a sparkline, a bar, a line plot with axes.
+"""Small drawings made of text: a sparkline, a bar, and a line plot with axes.
 
-A braille character is a grid of 2 x 4 dots, so a plot of 60 x 12 characters has 120 x 48 points: enough to
-see a loss curve's shape in any terminal, over any ssh connection. Where the output cannot hold such
-characters, plain ASCII is drawn instead.
+A braille character is a grid of 2 x 4 dots, so a plot of 60 x 12 characters has 120 x 48 points. That is
+enough to see the shape of a loss curve in any terminal, over any ssh connection. If the output cannot
+represent such characters, plain ASCII is used instead.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import numpy as np
 
 _LEVELS = {False: "▁▂▃▄▅▆▇█", True: "_.-~=*#@"}
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-_DOTS = (
-    (0x01, 0x08),
-    (0x02, 0x10),
-    (0x04, 0x20),
-    (0x40, 0x80),
-)  # bit of each dot of a braille cell, by row and column
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bit of each dot of a braille character, by row and column."""
 
 Point = tuple[float, float]
 
 
 class Series:
-    """A growing series kept at a few hundred values: when it is full, neighbours are averaged and each value
-    covers twice as many steps. Its shape stays; its cost does not grow with the run."""
+    """A growing series that is kept at a few hundred values.
+
+    When it is full, neighbours are averaged, and each value then covers twice as many steps. Its shape stays
+    the same, and its cost does not grow with the run.
+    """
 
     def __init__(self, capacity: int = 256) -> None:
         self.values: list[float] = []
@@ -35,7 +34,7 @@ class Series:
         self._waiting: list[float] = []
 
     def add(self, value: float) -> None:
-        """The next value."""
+        """Add the next value of the series."""
         self._waiting.append(value)
         if len(self._waiting) == self._stride:
             self.values.append(sum(self._waiting) / self._stride)
@@ -46,8 +45,7 @@ class Series:
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
-    """The shape of a series in one line of at most `width` characters; a value that is not finite is a
-    gap."""
+    """Return the shape of a series as one line of at most `width` characters. A non-finite value is a gap."""
     means = _binned(values, width)
     finite = [value for value in means if math.isfinite(value)]
     if not finite:
@@ -59,7 +57,7 @@ def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> 
 
 
 def bar(fraction: float, width: int, ascii_only: bool = False) -> str:
-    """A horizontal bar, to an eighth of a character."""
+    """Return a horizontal bar, exact to an eighth of a character."""
     eighths = 0 if math.isnan(fraction) else round(min(max(fraction, 0.0), 1.0) * width * 8)
     if ascii_only:
         return "#" * round(eighths / 8)
@@ -73,7 +71,9 @@ def line_plot(
     height: int = 12,
     ascii_only: bool = False,
 ) -> list[str]:
-    """A curve through the points (ascending in x) with axes; marks are drawn over it as single signs."""
+    """Return a curve through the points (ascending in x) with axes. Marks are drawn over it as single
+    characters.
+    """
     points = [point for point in points if math.isfinite(point[1])]
     marks = [point for point in marks if math.isfinite(point[1])]
     if not points:
@@ -84,9 +84,8 @@ def line_plot(
     columns, rows = (width, height) if ascii_only else (2 * width, 4 * height)
     xs = np.linspace(left, right, columns)
     curve = np.interp(xs, [x for x, _ in points], [y for _, y in points])
-    dots = _connected(
-        np.clip((high - curve) / (high - low), 0, 1) * (rows - 1)
-    )  # tiny numbers interpolate beyond their ends
+    # Clipping is needed because tiny numbers may be interpolated beyond their ends.
+    dots = _connected(np.clip((high - curve) / (high - low), 0, 1) * (rows - 1))
     cells = _ascii_cells(dots, width, height) if ascii_only else _braille_cells(dots, width, height)
     for x, y in marks:
         column = round(min(max((x - left) / (right - left), 0), 1) * (width - 1))
@@ -102,13 +101,14 @@ def _binned(values: Sequence[float], width: int) -> list[float]:
 
 
 def _padded(low: float, high: float) -> Point:
-    """A flat series still needs a range to be drawn in."""
+    """Return a range that is not empty, even for a flat series."""
     return (low, high) if high > low else (low - max(abs(low), 1e-9) * 0.5, high + max(abs(high), 1e-9) * 0.5)
 
 
 def _connected(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[range]:
-    """For each column of dots the rows to fill, reaching to the column before, so that a steep curve has no
-    holes."""
+    """Return, for each column of dots, the rows to fill, up to the column before, so that a curve has no
+    gaps.
+    """
     spans, before = [], round(float(rows[0]))
     for value in rows:
         row = round(float(value))

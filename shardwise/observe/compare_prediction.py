@@ -1,7 +1,7 @@
-"""What was predicted of a step, held against what was measured, term by term.
+"""Compare the predictions for a step with the measurements, term by term.
 
-A run keeps the planner's prediction in plan.json. A run measures fewer things than the planner tells apart,
-so terms are added up to what one clock can see:
+plan.json contains the planner's prediction of a run. A run measures fewer things than the planner
+distinguishes, so terms are added up to what one clock can measure:
 
 | what                  | predicted terms                         | measured                            |
 | --------------------- | --------------------------------------- | ----------------------------------- |
@@ -14,14 +14,14 @@ so terms are added up to what one clock can see:
 |                       |                                         | other span covers                   |
 | unclaimed             | none                                    | the rest of the step                |
 
-In a pipeline a rank that has nothing to do waits for a message, and no clock can tell that wait from the
-message's own time: bubble and imbalance are then counted with communication. On a GPU some waits cannot be
-told from computing at all (FSDP2's are on streams of its own; those of the tensor, context, expert and
-pipeline axes stand between kernels): both are then one row, and each by itself is null. Seconds are a term's
-share of all steps times the median step, so that they add up to the step time.
+In a pipeline, an idle rank waits for a message, and no clock can separate that wait from the time of the
+message itself: bubble and imbalance are then counted as communication. On a GPU some waits cannot be
+separated from computing at all (FSDP2 waits on its own streams; the waits of the tensor, context, expert and
+pipeline axes are between kernels): both are then one row, and each by itself is null. The seconds of a term
+are its share of all steps, times the median step, so that they add up to the step time.
 
-Times, memory and bytes are rank 0's; the planner's memory is of the fullest rank and its computing of the
-average one.
+Times, memory and bytes are those of rank 0. The planner predicts the memory of the fullest rank, and the
+computing of the average one.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from shardwise.observe.records import Record
 from shardwise.plurals import counted
 
 Row = dict[str, Any]
-"""`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted);
-null where not known. Rows of seconds have the planner's `terms`, rows of bytes the `predicted_calls` and
-`measured_calls` of a step."""
+"""Fields `what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured` and `ratio` (measured /
+predicted), null where unknown. Rows of seconds also have the planner's `terms`, and rows of bytes the
+`predicted_calls` and `measured_calls` of a step.
+"""
 
 COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
 COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
@@ -51,7 +52,7 @@ IDLE = ("imbalance", "bubble")
 _EXPOSED = "exposed_communication"
 _GIB = 2.0**30
 _CLOSE = 0.05
-"""Disagreements below this share are not worth a word."""
+"""Disagreements below this fraction are not mentioned."""
 _COLUMNS: dict[str, JustifyMethod] = {
     "what": "left",
     "predicted": "right",
@@ -63,13 +64,13 @@ _COLUMNS: dict[str, JustifyMethod] = {
 def compare(
     predicted: Mapping[str, Any], steps: Sequence[Record], waits_are_known: bool, on_cpu: bool
 ) -> list[Row]:
-    """Every term that was predicted, with what these steps measured of it."""
+    """Return a row for every predicted term, with what these steps measured."""
     rows = [*_times(predicted, steps, waits_are_known), *_memory(predicted["memory_gib"], steps, on_cpu)]
     return rows + list(_collectives(predicted["bytes"], steps))
 
 
 def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: bool) -> bool:
-    """Whether the time these steps waited is apart from the time they computed."""
+    """Return whether the waiting time of these steps was measured separately from their computing time."""
     unseen = not on_cpu and any(
         (layout.get(axis) or 1) > 1 for axis in ("pipeline", "context", "tensor", "expert")
     )
@@ -77,6 +78,7 @@ def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: 
 
 
 def _times(predicted: Mapping[str, Any], steps: Sequence[Record], apart: bool) -> Iterator[Row]:
+    """Yield the rows of seconds. `apart` says whether waits were measured separately from computing."""
     terms, seconds = predicted["step_seconds"], statistics.median(step["seconds"] for step in steps)
     spans = _spans(steps, seconds)
     yield _row("step time", "seconds", terms["total"], seconds)
@@ -98,10 +100,10 @@ def _times(predicted: Mapping[str, Any], steps: Sequence[Record], apart: bool) -
 
 
 def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
-    """Seconds of each span in a step of so many seconds, and of `other`, which none claims; they add up to
-    the step.
+    """Return the seconds of each span in a step of `seconds`, and of `other`, which belongs to no span.
 
-    On a GPU batches are read while the device computes: only what nothing else covers is the data's.
+    They add up to the step. On a GPU, batches are read while the device computes, so only the part of `data`
+    that no other span covers counts.
     """
     total = math.fsum(step["seconds"] for step in steps)
     spans: dict[str, float | None] = {}
@@ -116,8 +118,10 @@ def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
 
 
 def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: bool) -> Iterator[Row]:
-    """The peak as the device counts it (torch's allocator on a GPU does not see the runtime's own), then each
-    kind, which no run can tell from the others.
+    """Yield the peak as the device counts it, and then each kind of memory.
+
+    torch's allocator on a GPU does not see the runtime's own memory. A run cannot measure the kinds
+    separately.
     """
     known = [step["memory_bytes"] for step in steps if step.get("memory_bytes") is not None]
     without = 0.0 if on_cpu else predicted.get("overhead", 0.0)
@@ -129,7 +133,9 @@ def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: boo
 
 
 def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]) -> Iterator[Row]:
-    """Bytes and calls of each kind and axis. What the ledger does not hold did not happen."""
+    """Yield the bytes and calls of each kind and axis. A collective that is not in the ledger did not
+    happen.
+    """
     planned = {f"{flow['kind']}/{flow['axis']}": flow for flow in predicted}
     ledgers = [step["collectives"] for step in steps if "collectives" in step]
     nothing = {"count": 0, "bytes": 0}
@@ -144,9 +150,8 @@ def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]
 
 
 def _sum(what: str, terms: Mapping[str, float], names: Sequence[str], measured: float | None) -> Row:
-    return _row(what, "seconds", math.fsum(terms.get(name, 0.0) for name in names), measured) | {
-        "terms": list(names)
-    }
+    total = math.fsum(terms.get(name, 0.0) for name in names)
+    return _row(what, "seconds", total, measured) | {"terms": list(names)}
 
 
 def _row(what: str, kind: str, predicted: float, measured: float | None) -> Row:
@@ -166,8 +171,8 @@ def _added(first: float | None, second: float | None) -> float | None:
 # -- for people ----------------------------------------------------------------------------------------------
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    """The table, what it cannot say, and the largest disagreement in words."""
+def show_comparison(rows: Sequence[Row], console: Console) -> None:
+    """Print the table, the notes about it, and the largest disagreement in words."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
     for name, justify in _COLUMNS.items():
         table.add_column(name, justify=justify, no_wrap=name != "what", overflow="fold")
@@ -176,17 +181,18 @@ def show(rows: Sequence[Row], console: Console) -> None:
             cells = (_label(row), _value(row, "predicted"), _value(row, "measured"), _ratio(row))
             table.add_row(*map(Text, cells))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
-    for line in (*_notes(rows), largest(rows)):
+    for line in (*_notes(rows), largest_disagreement(rows)):
         console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
-def largest(rows: Sequence[Row]) -> str:
-    """The largest disagreement, in one sentence: what is off by the largest factor, if it matters to the step
-    or to memory."""
+def largest_disagreement(rows: Sequence[Row]) -> str:
+    """Return a sentence about the largest disagreement.
+
+    That is the term with the largest factor among those that matter to the step or to memory.
+    """
     step = max(rows[0]["predicted"], rows[0]["measured"])
-    gaps = [
-        (_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"
-    ]
+    known = [row for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"]
+    gaps = [(_difference(row, step), row) for row in known]
     if not gaps:
         return "Nothing but the step time was measured."
     mattering = [gap for gap in gaps if gap[0] >= _CLOSE]
@@ -198,13 +204,16 @@ def largest(rows: Sequence[Row]) -> str:
     return f"Largest disagreement: {_label(row)}, {values} ({portion})."
 
 
-def _apart(row: Row, step: float) -> float:
+def _difference(row: Row, step: float) -> float:
+    """Return the difference as a fraction of the step, or of the value itself."""
     whole = step if row["kind"] == "seconds" else max(row["predicted"], row["measured"])
     return abs(row["measured"] - row["predicted"]) / whole if whole else 0.0
 
 
 def _factor(share: float, row: Row) -> float:
-    """By how many times a prediction is off; of what was not predicted at all, as if the whole had been."""
+    """Return by which factor a prediction is off. A term that was not predicted counts as the whole being
+    off.
+    """
     low, high = sorted((row["predicted"], row["measured"]))
     return float(high / low) if low else 1.0 + share if row["kind"] == "seconds" else math.inf
 
@@ -212,9 +221,9 @@ def _factor(share: float, row: Row) -> float:
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     parts = [row for row in rows if _is_part_of_memory(row) and row["predicted"]]
     if parts:
-        kinds = ", ".join(
-            f"{row['what'].removeprefix('memory of ')} {format_bytes(row['predicted'])}" for row in parts
-        )
+        names = [row["what"].removeprefix("memory of ") for row in parts]
+        sizes = [format_bytes(row["predicted"]) for row in parts]
+        kinds = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
         yield f"Predicted memory: {kinds}. A run measures only their sum."
     if any("bubble" in row.get("terms", ()) and row["measured"] is not None for row in rows):
         yield (
@@ -248,7 +257,9 @@ def _value(row: Row, which: str) -> str:
 
 
 def _ratio(row: Row) -> str:
-    """Bytes and calls are counted on both sides: they are equal, or the difference is shown."""
+    """Return the ratio as text. Bytes and calls are counted on both sides: they are equal, or the difference
+    is shown.
+    """
     if row["measured"] is None or (row["ratio"] is None and row["kind"] != "bytes"):
         return "n/a"
     if row["kind"] != "bytes":
@@ -264,5 +275,5 @@ def _calls(count: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Three digits, in the unit that shows them."""
+    """Return seconds with three digits, in a unit that shows them."""
     return f"{value:.3g} s" if value >= 1 or value == 0 else f"{1e3 * value:.3g} ms"

@@ -1,9 +1,9 @@
-"""How much memory a worker used at most, and what exactly that number is.
+"""The peak memory of a worker, and what that number counts.
 
-On a GPU it is what torch's allocator handed out to tensors: the number that decides whether a job fits. The
-driver, NCCL and the allocator's own slack come on top (a few GiB). On a CPU it is the peak resident set of
-the process, which also holds the interpreter and torch itself (roughly 0.3 GiB). The two are not comparable,
-so a number is always shown with its kind.
+On a GPU it is the memory that torch's allocator gave to tensors, which decides whether a job fits. The
+driver, NCCL and unused memory of the allocator come on top (a few GiB). On a CPU it is the peak resident set
+of the process, which also contains the interpreter and torch (about 0.3 GiB). The two cannot be compared, so
+a number is always shown with its kind.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def memory_kind(device_type: str) -> str:
-    """What `peak_memory` counts on this kind of device, in words."""
+    """Return what `peak_memory` counts on this kind of device, in words."""
     return "allocated by torch on the GPU" if device_type == "cuda" else "resident set of the process"
 
 
 def peak_memory(device_type: str) -> int:
-    """Bytes at the peak, since the process began."""
+    """Return the peak memory in bytes since the process began."""
     if device_type == "cuda":
         import torch
 
@@ -32,7 +32,7 @@ def peak_memory(device_type: str) -> int:
 
 
 def _peak_resident() -> int:
-    # getrusage would do on Linux too, but its peak survives exec: a worker would inherit its launcher's.
+    # getrusage also works on Linux, but its peak survives exec: a worker would inherit that of its launcher.
     if _STATUS.exists() and (high_water := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())):
         return int(high_water.group(1)) * 1024
     if sys.platform == "win32":

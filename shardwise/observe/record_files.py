@@ -1,14 +1,15 @@
-"""Writing a run's own records: `metrics.jsonl`, one object a step, and `events.jsonl`, one object an event.
+"""Write a run's records: `metrics.jsonl`, one object per step, and `events.jsonl`, one object per event.
 
-JSON lines are appended with one unbuffered write each, so a killed run has every finished step on disk and at
-most one torn line, which readers skip and the next writer cuts off. Floats are written in the shortest form
-that reads back to the same bits, so two runs can be compared exactly by comparing their files. JSON has no
-NaN or infinity; those are written as the strings "NaN", "Infinity" and "-Infinity", which any JSON parser
-accepts and readers (records.py) turn back into floats.
+JSON lines are appended with one unbuffered write each, so a killed run has every completed step on disk and
+at most one incomplete line, which readers skip and the next writer removes. Floats are written in the
+shortest form that reads back to the same bits, so two runs can be compared exactly by comparing their files.
+JSON has no NaN or infinity; those are written as the strings "NaN", "Infinity" and "-Infinity", which any
+JSON parser accepts and readers (records.py) turn back into floats.
 
-Records tell of training and must not stop it. What cannot be written, because the disk is full or the file
-server away, is kept in memory, the newest `KEPT_BYTES` of it, and written as soon as that is possible; the
-first failure is said, and the end of it. A run folder that was deleted is said too, and made again.
+Records describe training and must not stop it. Lines that cannot be written, because the disk is full or the
+file server is away, are kept in memory, up to the newest `BUFFER_BYTES`, and written as soon as possible. The
+first failure is reported, and also its end. If the run's folder was deleted, that is reported too, and it is
+created again.
 """
 
 from __future__ import annotations
@@ -31,51 +32,55 @@ from shardwise.observe.clock import present_time
 from shardwise.observe.format import format_bytes
 from shardwise.observe.records import Record, read_metrics, to_json
 
-Say = Callable[[str], None]
-"""Tells the user something that is no reason to stop."""
-KEPT_BYTES = 16 << 20
-"""How much that cannot be written is kept in memory: about twenty thousand steps."""
+Warn = Callable[[str], None]
+"""Function that tells the user something that is no reason to stop."""
+BUFFER_BYTES = 16 << 20
+"""Maximum number of bytes of unwritten records in memory: about twenty thousand steps."""
 PROBE_BYTES = 1 << 20
-"""What must fit into a folder at the start of a run."""
+"""Number of bytes that must fit into a folder at the start of a run."""
 _BLOCK = 1 << 16
 _WRITTEN = {
     "": ("config.toml*", "plan.json*", "metrics.jsonl", "events.jsonl", "wandb-id", "trace*.json*"),
     "logs": ("rank-*.log*", "workers-*.json*"),
 }
-"""What a run writes, by folder; checkpoints are made under new names."""
+"""Patterns of the files that a run writes, by folder. Checkpoints always get new names."""
 
 log = logging.getLogger("shardwise")
 
 
 class MetricsFile:
-    """`metrics.jsonl`. Resuming at step N drops the lines after step N, so that each step appears once."""
+    """The file `metrics.jsonl`. Resuming at step N removes the lines after step N, so that each step appears
+    once.
+    """
 
-    def __init__(self, path: str | Path, resume_step: int = 0, say: Say = log.warning) -> None:
+    def __init__(self, path: str | Path, resume_step: int = 0, warn: Warn = log.warning) -> None:
         self.path = Path(path)
         self.dropped: list[float] = []
-        """The seconds that each of the dropped steps took, which are done again."""
+        """Seconds of each of the removed steps, which are done again."""
         try:
             self.dropped = _keep_until(self.path, resume_step)
         except OSError as error:
-            say(f"steps after {resume_step} may be twice in {self.path}: {_reason(error)}")
-        self._lines = _LineWriter(self.path, say)
+            warn(f"steps after {resume_step} may be twice in {self.path}: {_reason(error)}")
+        self._lines = _LineWriter(self.path, warn)
 
     def write(self, record: Record) -> None:
         """Append the record of one step."""
         self._lines.write(record)
 
     def close(self) -> None:
-        """No more steps."""
+        """Close the file, because there are no more steps."""
         self._lines.close()
 
 
 class EventsFile:
-    """`events.jsonl`: starts, saves, evaluations, skipped steps, stops. Kept over resumes: it is the run's
-    history."""
+    """The file `events.jsonl`, with starts, saves, evaluations, skipped steps and stops.
 
-    def __init__(self, path: str | Path, say: Say = log.warning) -> None:
+    It is kept when a run is resumed, because it is the run's history.
+    """
+
+    def __init__(self, path: str | Path, warn: Warn = log.warning) -> None:
         self.path = Path(path)
-        self._lines = _LineWriter(self.path, say)
+        self._lines = _LineWriter(self.path, warn)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the present time (UTC) and its fields."""
@@ -83,26 +88,29 @@ class EventsFile:
         self._lines.write({"time": time, "event": event, **fields})
 
     def close(self) -> None:
-        """No more events."""
+        """Close the file, because there are no more events."""
         self._lines.close()
 
 
-def write_text(path: Path, text: str, say: Say = log.warning) -> None:
-    """Put a file in place whole, in one move; that it cannot be written is said, and the old one stays."""
+def write_text(path: Path, text: str, warn: Warn = log.warning) -> None:
+    """Write a file completely, in one step. If it cannot be written, warn and keep the old one."""
     beside = path.with_name(path.name + ".part")
     try:
         with open(beside, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(text)
         beside.replace(path)
     except OSError as error:
-        say(f"{path} cannot be written: {_reason(error)}")
+        warn(f"{path} cannot be written: {_reason(error)}")
 
 
 def check_room(folder: Path, setting: str, needed: int) -> None:
-    """Refuse a folder that cannot be written to now, or where fewer bytes are free than are needed. One that
-    is not there yet is not made: the folder that it would be made in is asked."""
-    there = next(above for above in [folder.absolute(), *folder.absolute().parents] if os.path.lexists(above))
-    probe, way_out = there / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
+    """Raise a UserError if a folder cannot be written to now, or has fewer free bytes than needed.
+
+    A folder that does not exist yet is not created: the folder that would contain it is checked.
+    """
+    paths = [folder.absolute(), *folder.absolute().parents]
+    there = next(path for path in paths if os.path.lexists(path))
+    probe, advice = there / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
     try:
         try:
             probe.write_bytes(bytes(PROBE_BYTES))
@@ -110,39 +118,39 @@ def check_room(folder: Path, setting: str, needed: int) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(
-            f"{setting} = {str(folder)!r}: cannot be written ({_reason(error)}). {way_out}"
-        ) from None
+        problem = f"cannot be written ({_reason(error)})"
+        raise UserError(f"{setting} = {str(folder)!r}: {problem}. {advice}") from None
     if free < needed:
         room = f"{format_bytes(free)} are free, and one checkpoint of this model takes {format_bytes(needed)}"
-        raise UserError(f"{setting} = {str(folder)!r}: {room}. {way_out}")
+        raise UserError(f"{setting} = {str(folder)!r}: {room}. {advice}")
 
 
 def check_run_files(folder: Path) -> None:
-    """Refuse a run folder in which something that a run writes is there already, and is not a regular
-    file."""
-    found = []
-    for place, patterns in _WRITTEN.items():
-        with suppress(OSError):  # no such folder: `check_room` tells whether it can be made
-            entries = os.listdir(folder / place)
+    """Raise a UserError if a name that a run writes exists in its folder and is not a regular file."""
+    irregular = []
+    for subfolder, patterns in _WRITTEN.items():
+        with suppress(OSError):  # if the folder does not exist, `check_room` checks that it can be created
+            entries = os.listdir(folder / subfolder)
             names = [name for name in entries if any(fnmatch(name, pattern) for pattern in patterns)]
-            found += [str(Path(place) / name) for name in names if not (folder / place / name).is_file()]
-    if found:
-        *most, last = sorted(found)
-        names_found = (
-            f"{', '.join(most)} and {last} are not regular files" if most else f"{last} is not a regular file"
-        )
+            irregular += [
+                str(Path(subfolder) / name) for name in names if not (folder / subfolder / name).is_file()
+            ]
+    if irregular:
+        *most, last = sorted(irregular)
+        problem = f"{last} is not a regular file"
+        if most:
+            problem = f"{', '.join(most)} and {last} are not regular files"
         raise UserError(
-            f"run.folder = {str(folder)!r}: {names_found}, which a run would write. "
+            f"run.folder = {str(folder)!r}: {problem}, which a run would write. "
             f"Remove {'them' if most else 'it'}, or give another run.folder"
         )
 
 
 class _LineWriter:
-    """Appends one JSON object a line, or keeps it until it can; never raises."""
+    """Appends one JSON object per line, or keeps it until that is possible. It never raises an error."""
 
-    def __init__(self, path: Path, say: Say) -> None:
-        self._path, self._say = path, say
+    def __init__(self, path: Path, warn: Warn) -> None:
+        self._path, self._warn = path, warn
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes, self._lost = 0, 0
@@ -152,7 +160,7 @@ class _LineWriter:
         line = to_json(record).encode() + b"\n"
         self._waiting.append(line)
         self._waiting_bytes += len(line)
-        while self._waiting_bytes > KEPT_BYTES:
+        while self._waiting_bytes > BUFFER_BYTES:
             self._waiting_bytes -= len(self._waiting.popleft())
             self._lost += 1
         self._try()
@@ -161,12 +169,12 @@ class _LineWriter:
         if self._waiting:
             self._try()
         if lost := self._lost + len(self._waiting):
-            self._say(f"{lost} records could not be written to {self._path} and are lost: {self._trouble}")
+            self._warn(f"{lost} records could not be written to {self._path} and are lost: {self._trouble}")
         if self._file is not None:
             self._file.close()
 
     def _try(self) -> None:
-        """Write all that waits; say when that begins to fail, and when it works again."""
+        """Write all waiting lines. Report when that begins to fail, and when it works again."""
         try:
             file = self._opened()
             while self._waiting:
@@ -174,26 +182,20 @@ class _LineWriter:
                 self._waiting_bytes -= len(self._waiting.popleft())
         except OSError as error:
             if self._trouble is None:
-                kept = f"up to {KEPT_BYTES >> 20} MiB of records are kept in memory until it can be written"
-                self._say(f"{self._path} cannot be written: {_reason(error)}. Training goes on; {kept}")
+                kept = f"up to {BUFFER_BYTES >> 20} MiB of records are kept in memory until it can be written"
+                self._warn(f"{self._path} cannot be written: {_reason(error)}. Training goes on; {kept}")
             self._trouble = _reason(error)
             return
         if self._trouble is not None:
-            lost = (
-                f"{self._lost} records were too many to keep and are lost"
-                if self._lost
-                else "nothing was lost"
-            )
-            self._say(f"{self._path} can be written again; {lost}")
+            lost = f"{self._lost} records were too many to keep and are lost"
+            self._warn(f"{self._path} can be written again; {lost if self._lost else 'nothing was lost'}")
             self._trouble, self._lost = None, 0
 
     def _opened(self) -> FileIO:
-        """The file, opened again should it not be in its place any more."""
+        """Return the file. Open it again if it is no longer in its place."""
         if self._file is not None and not _is_in_place(self._file, self._path):
-            self._say(
-                f"{self._path} was deleted or moved while the run was writing it; a new one holds what comes "
-                f"from now on"
-            )
+            event = f"{self._path} was deleted or moved while the run was writing it"
+            self._warn(f"{event}; a new one holds what comes from now on")
             self._file.close()
             self._file = None
         if self._file is None:
@@ -204,13 +206,13 @@ class _LineWriter:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """The whole line, or nothing of it."""
+    """Append the whole line, or nothing of it."""
     before, done = os.fstat(file.fileno()).st_size, 0
     try:
         while done < len(line):
             done += file.write(line[done:])
     except OSError:
-        if done and os.fstat(file.fileno()).st_size == before + done:  # nobody else has written since
+        if done and os.fstat(file.fileno()).st_size == before + done:  # no other process has written since
             file.truncate(before)
         raise
 
@@ -227,11 +229,10 @@ def _reason(error: OSError) -> str:
 
 
 def _keep_until(path: Path, step: int) -> list[float]:
-    """Cut off the lines after this step; the seconds that each of those steps took. Reads only what it cuts,
-    and two lines more.
+    """Remove the lines after this step. Return the seconds of each removed step.
 
-    A damaged number may pass for an early step. So a line is the last to keep only if the one before it is of
-    an earlier step.
+    Only the removed lines and two more are read. A damaged number may look like an early step, so a line is
+    the last to keep only if the line before it has an earlier step.
     """
     if not path.is_file():
         return []
@@ -249,6 +250,7 @@ def _keep_until(path: Path, step: int) -> list[float]:
 
 
 def _cut_torn_line(path: Path) -> None:
+    """Remove an incomplete last line."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

@@ -1,8 +1,7 @@
-"""The report of a run as a person reads it: the loss as a curve, time, goodput and experts as bars, the rest
-as tables.
+"""The report of a run for people: a curve of the loss, bars for time, goodput and experts, and tables.
 
-`summarise` (observe/summary.py) makes the numbers, `render` only draws them, so `--json` and the terminal
-never disagree.
+`summarise` (observe/summary.py) computes the numbers, and `render` only draws them, so `--json` and the
+terminal always agree.
 """
 
 from __future__ import annotations
@@ -18,20 +17,22 @@ from rich.text import Text
 
 from shardwise.config import AXES, Layout
 from shardwise.errors import printable
-from shardwise.observe import predicted
-from shardwise.observe.draw import bar, line_plot
+from shardwise.observe.compare_prediction import show_comparison
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 from shardwise.observe.summary import Summary, summarise
+from shardwise.observe.text_plots import bar, line_plot
 from shardwise.plurals import counted
 
 __all__ = ["render", "summarise"]
 
 _BAR = 40
+"""Maximum number of characters of a bar."""
 _LOST = 0.1
-"""Of a tensor in float8, below its range: more than that is worth a warning."""
+"""Fraction of a tensor below the range of float8 above which a warning is shown."""
 _EXPERTS = 32
-"""More experts than this are not drawn one by one: the busiest and the idlest half of so many."""
-_CROP: OverflowMethod = "crop"  # rich would end a cell that does not fit with a character that ASCII lacks
+"""Maximum number of experts that are drawn. If there are more, the busiest and the idlest half of it are."""
+_CROP: OverflowMethod = "crop"
+"""How cells that do not fit are cut. By default rich ends them with a character that is not ASCII."""
 _TIME_COLUMNS: tuple[JustifyMethod, ...] = ("left", "right", "left")
 _EXPERT_COLUMNS: tuple[JustifyMethod, ...] = ("right", "right", "left")
 _PART_COLUMNS: tuple[JustifyMethod, ...] = ("left", "left", "right", "right")
@@ -56,10 +57,9 @@ _PARTS = {
     "start_up": ("start-up", "white", "U"),
     "other": ("other", "bright_black", "O"),
 }
-"""The parts of goodput: what they are called, their colour, and the letter that stands for it where there are
-none."""
+"""For each part of goodput, its label, its colour, and the letter that is used where there are no colours."""
 _FAULTS = 12
-"""More faults than this are not listed: the last of them are."""
+"""Maximum number of faults that are listed. If there are more, the last ones are."""
 _COLOURS = {
     "data": "yellow",
     "forward_backward": "green",
@@ -70,7 +70,7 @@ _COLOURS = {
 
 
 def render(summary: Summary, console: Console) -> None:
-    """Draw the summary of a run. Its texts come from files, and must not reach the terminal as commands."""
+    """Draw the summary of a run. Its texts come from files, so control characters in them are escaped."""
     summary = _printable(summary)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, overflow=_CROP)
@@ -90,7 +90,7 @@ def render(summary: Summary, console: Console) -> None:
         _heading(
             console, "predicted and measured", f"a step of rank 0, median of {summary['measured_steps']}"
         )
-        predicted.show(summary["predicted_and_measured"], console)
+        show_comparison(summary["predicted_and_measured"], console)
 
 
 def _printable(value: Any) -> Any:
@@ -102,42 +102,52 @@ def _printable(value: Any) -> Any:
 
 
 def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
-    loss, speed, communication = summary["loss"], summary["tokens_per_second"], summary["communication"]
+    """Yield the names and values of the first table."""
+    loss, speed = summary["loss"], summary["tokens_per_second"]
     yield "steps", _progress(summary)
-    yield (
-        "loss",
-        f"{_loss(loss['first'])} to {_loss(loss['last'])}, lowest {_loss(loss['minimum'])} at step "
-        f"{loss['minimum_step']}",
-    )
+    lowest = f"lowest {_loss(loss['minimum'])} at step {loss['minimum_step']}"
+    yield "loss", f"{_loss(loss['first'])} to {_loss(loss['last'])}, {lowest}"
     if summary["held_out"]:
         newest = summary["held_out"][-1]
         yield "held-out loss", f"{_loss(newest['loss'])} at step {newest['step']}"
-    yield (
-        "speed",
-        f"{_amount(speed['median'])} tokens/s (last step {_amount(speed['last'])})" + _samples(summary),
-    )
+    last = f"last step {_amount(speed['last'])}"
+    yield "speed", f"{_amount(speed['median'])} tokens/s ({last}){_samples(summary)}"
     yield "MFU", _mfu(summary)
     yield "peak memory", _memory(summary)
-    overlap = (
-        ""
-        if communication["overlap"] is None
-        else f", {format_percent(communication['overlap'])} of it hidden"
-    )
+    yield from _communication(summary["communication"])
+    yield from _numerics(summary)
+    yield from _choices(summary)
+    yield "checkpoints", _checkpoints(summary["checkpoints"])
+    if summary["checkpoints"]["advice"]:
+        yield "save", _advice(summary["checkpoints"]["advice"])
+    if summary["skipped_steps"]:
+        yield "skipped steps", ", ".join(map(str, summary["skipped_steps"]))
+    if damaged := {name: count for name, count in summary["damaged_lines"].items() if count}:
+        lines = ", ".join(f"{count} of {name}" for name, count in damaged.items())
+        yield "damaged lines", f"{lines} (skipped)"
+    if summary["events"]:
+        yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
+
+
+def _communication(communication: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the rows about communication: in total, and for each axis."""
     if communication["axes"]:
-        yield (
-            "communication",
-            f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}",
-        )
+        hidden = communication["overlap"]
+        overlap = "" if hidden is None else f", {format_percent(hidden)} of it hidden"
+        efficiency = format_percent(communication["efficiency"])
+        yield "communication", f"{efficiency} of a step does not wait for it{overlap}"
     for axis, used in communication["axes"].items():
         if used["seconds"] is not None:
             yield "", f"{axis}: {_used(used)}"
+
+
+def _numerics(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the rows that only some runs have: load, staleness, updates, float8 and experts."""
     if summary["load"]["imbalance"] is not None:
         yield "load", _load(summary["load"])
     if summary["staleness"]:
-        dropped = (
-            f"; {summary['dropped']} gradients came too late and were dropped" if summary["dropped"] else ""
-        )
-        yield "staleness", _staleness(summary["staleness"]) + dropped
+        late = f"; {summary['dropped']} gradients came too late and were dropped"
+        yield "staleness", _staleness(summary["staleness"]) + (late if summary["dropped"] else "")
     if summary["updates"]:
         yield "updates", _updates(summary["updates"])
     if summary["float8"]:
@@ -146,24 +156,12 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
         yield "busiest expert", f"{imbalance['last']:.2f} times an even load, {worst}"
-    yield from _choices(summary)
-    yield "checkpoints", _checkpoints(summary["checkpoints"])
-    if summary["checkpoints"]["advice"]:
-        yield "save", _advice(summary["checkpoints"]["advice"])
-    if summary["skipped_steps"]:
-        yield "skipped steps", ", ".join(map(str, summary["skipped_steps"]))
-    if damaged := {name: count for name, count in summary["damaged_lines"].items() if count}:
-        yield (
-            "damaged lines",
-            ", ".join(f"{count} of {name}" for name, count in damaged.items()) + " (skipped)",
-        )
-    if summary["events"]:
-        yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
 
 
 def _staleness(histogram: Mapping[str, int]) -> str:
-    """How many updates old the weights were that gradients were computed with, and how many gradients
-    each."""
+    """Return how old, in updates, the weights were with which gradients were computed, with their
+    frequencies.
+    """
     total = sum(histogram.values())
     bars = [f"{updates}: {format_percent(count / total)}" for updates, count in histogram.items()]
     mean = sum(int(updates) * count for updates, count in histogram.items()) / total
@@ -174,17 +172,14 @@ def _updates(updates: Summary) -> str:
     shares = [updates["conflicting"] / updates["made"], updates["conflicting_rows"] / max(1, updates["rows"])]
     return (
         f"{updates['made']:,}, {updates['per_second']:,.0f} a second; {format_percent(shares[0])} of them "
-        f"wrote what others had "
-        f"written since, {format_percent(shares[1])} of all rows"
+        f"wrote what others had written since, {format_percent(shares[1])} of all rows"
     )
 
 
 def _load(load: Summary) -> str:
     rows = f"; rows of each device: {', '.join(map(str, load['rows']))}" if load["rows"] else ""
-    return (
-        f"the slowest rank works {format_percent(load['imbalance'])} of the mean longer than the "
-        f"quickest{rows}"
-    )
+    longer = f"{format_percent(load['imbalance'])} of the mean longer than the quickest"
+    return f"the slowest rank works {longer}{rows}"
 
 
 def _used(axis: Summary) -> str:
@@ -234,7 +229,9 @@ def _memory(summary: Summary) -> str:
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
-    """Degrees above one and choices that are on: what tells this layout from one device."""
+    """Return the degrees above one and the choices that are on, which distinguish this layout from one
+    device.
+    """
     several = any(layout.get(axis) not in (None, 1, -1) for axis in AXES)
     parts = [f"{name} {value}" for name, value in layout.items() if _is_worth_showing(name, value, several)]
     return ", ".join(parts) or "one device"
@@ -252,11 +249,10 @@ def _checkpoints(checkpoints: Summary) -> str:
     kept = checkpoints["kept_steps"]
     names = ", ".join(f"step {step}" for step in kept) or "none"
     took = checkpoints["save_seconds"]
-    typical = (
-        ""
-        if took is None
-        else f" (in {took:.3g} s each, of which training stood still {checkpoints['stall_seconds']:.3g} s)"
-    )
+    typical = ""
+    if took is not None:
+        stall = f"training stood still {checkpoints['stall_seconds']:.3g} s"
+        typical = f" (in {took:.3g} s each, of which {stall})"
     return f"{checkpoints['saved']} saved{typical}; kept: {names}"
 
 
@@ -296,13 +292,11 @@ def _time(summary: Summary, console: Console) -> None:
 
 
 def _goodput(goodput: Summary, console: Console) -> None:
-    """One bar for the whole time, cut into its parts, and what each of them is."""
+    """Draw one bar for the whole time, split into its parts, and a legend."""
     if goodput["share"] is None:
         return
-    wall, parts = (
-        goodput["wall_seconds"],
-        {name: seconds for name, seconds in goodput["parts"].items() if seconds > 0},
-    )
+    wall = goodput["wall_seconds"]
+    parts = {name: seconds for name, seconds in goodput["parts"].items() if seconds > 0}
     _heading(console, "goodput", f"{format_percent(goodput['share'])} of {format_duration(wall)}")
     width = min(2 * _BAR, max(10, console.width - 4))
     plain = console.options.ascii_only or console.color_system is None or console.no_color
@@ -322,8 +316,10 @@ def _goodput(goodput: Summary, console: Console) -> None:
 
 
 def _cells(parts: Mapping[str, float], width: int) -> dict[str, int]:
-    """Characters for each part, so that they fill the width: what rounding down leaves goes to the largest
-    remainders."""
+    """Return the number of characters of each part, so that they fill the width.
+
+    Rounding up begins with the largest remainders.
+    """
     whole = sum(parts.values())
     exact = {name: seconds / whole * width for name, seconds in parts.items()}
     cells = {name: int(value) for name, value in exact.items()}
@@ -333,7 +329,7 @@ def _cells(parts: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def _faults(goodput: Summary, console: Console) -> None:
-    """What went wrong and how the run got over it; then who held it up."""
+    """Print the faults and how the run recovered from them, then the slow ranks."""
     faults, recoveries = goodput["faults"], goodput["recoveries"]
     if faults:
         _heading(console, "faults", f"the last {_FAULTS} of {len(faults)}" if len(faults) > _FAULTS else "")
@@ -341,19 +337,16 @@ def _faults(goodput: Summary, console: Console) -> None:
         for name, justify in _FAULT_COLUMNS.items():
             table.add_column(name, justify=justify, no_wrap=name != "cause", overflow=_CROP)
         for fault in faults[-_FAULTS:]:
-            table.add_row(
-                *_fault(fault, None if fault["recovery"] is None else recoveries[fault["recovery"]])
-            )
+            recovery = None if fault["recovery"] is None else recoveries[fault["recovery"]]
+            table.add_row(*_fault(fault, recovery))
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
     if goodput["stragglers"]:
         _heading(console, "slow ranks", "times the median of the ranks that do the same work")
         for slow in goodput["stragglers"]:
             until = "the end" if slow["until_step"] is None else f"step {slow['until_step']}"
             subject = "all ranks wait" if slow["rank"] is None else f"rank {slow['rank']}"
-            line = (
-                f"{subject}, step {slow['step']} to {until}: {slow['factor']:.1f} times as long; "
-                f"{slow['cause']}"
-            )
+            steps = f"{subject}, step {slow['step']} to {until}"
+            line = f"{steps}: {slow['factor']:.1f} times as long; {slow['cause']}"
             console.print(Padding(Text(line, overflow=_CROP), (0, 0, 0, 2), expand=False))
 
 
@@ -372,12 +365,12 @@ def _fault(fault: Summary, recovery: Summary | None) -> list[Text]:
 
 
 def _seconds(value: float) -> str:
-    """A short time to a tenth of a second, a long one as on a clock."""
+    """Return a short time with a tenth of a second, and a long one as on a clock."""
     return f"{value:.1f} s" if value < 60 else format_duration(value)
 
 
 def _fit(float8: Summary) -> str:
-    """How tensors fitted into 8 bits, in a line, with a warning where they do not."""
+    """Return a line about how well tensors fit into 8 bits, with a warning if they do not."""
     layer, worst = max(float8["layers"].items(), key=lambda item: item[1]["most_lost"])
     text = f"at most {format_percent(worst['most_lost'])} of a tensor lost below the range ({layer}); "
     text += f"{counted(float8['made_again'], 'step')} made again because a tensor had outgrown its scale"
@@ -387,14 +380,13 @@ def _fit(float8: Summary) -> str:
 
 
 def _float8(float8: Summary | None, console: Console) -> None:
-    """A bar for each layer, or for those that lose most."""
+    """Draw a bar for each layer, or for those that lose most."""
     if not float8:
         return
     layers = sorted(float8["layers"].items(), key=lambda item: -item[1]["lost"])[:_EXPERTS]
     left_out = len(float8["layers"]) - len(layers)
-    note = "numbers below the range, last step, worst tensor of each layer" + (
-        f"; the {len(layers)} worst" if left_out else ""
-    )
+    note = "numbers below the range, last step, worst tensor of each layer"
+    note += f"; the {len(layers)} worst" if left_out else ""
     _heading(console, "lost in float8", note)
     most = max(1e-9, *(layer["lost"] for _, layer in layers))
     grid = Table.grid(padding=(0, 2))
@@ -407,7 +399,7 @@ def _float8(float8: Summary | None, console: Console) -> None:
 
 
 def _experts(experts: Summary | None, console: Console) -> None:
-    """A bar for each expert; where there are many, for the busiest and the idlest."""
+    """Draw a bar for each expert; if there are many, for the busiest and the idlest."""
     if not experts:
         return
     load = list(enumerate(experts["load"]))
