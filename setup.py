@@ -1,23 +1,24 @@
-"""What a build adds to pyproject.toml: the README as a package index shows it, where a relative link leads
-nowhere."""
+"""Adds the long description to the build: the README as a package index shows it.
+
+A relative link leads nowhere there, so each one becomes its text and the path of the file, which is in the
+source distribution.
+"""
 
 import re
-import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
-HERE = Path(__file__).parent
-SOURCE = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Source"]
+README = Path(__file__).parent / "README.md"
+RELATIVE_LINK = re.compile(r"!?\[([^\]]*)\]\((?!\w+:|#)([^)#]+)(?:#[^)]*)?\)")
 
 
-def with_absolute_links(text: str) -> str:
-    """Pictures lead to the file itself, pages to where it is shown."""
-    text = re.sub(r"(!\[[^\]]*\])\((?!\w+:|#)", rf"\1({SOURCE}/raw/main/", text)
-    return re.sub(r"\]\((?!\w+:|#)", f"]({SOURCE}/blob/main/", text)
+def without_relative_links(text: str) -> str:
+    """Replace `[text](path#part)` and `![text](path)` by `text (path)`."""
+    return RELATIVE_LINK.sub(r"\1 (\2)", text)
 
 
 setup(
-    long_description=with_absolute_links((HERE / "README.md").read_text(encoding="utf-8")),
+    long_description=without_relative_links(README.read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
 )

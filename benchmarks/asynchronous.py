@@ -40,7 +40,7 @@ from slow_link import HOSTS, OURS, cable, limit
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=64", "train.global_batch=8",
-    "train.learning_rate=1e-3", "train.betas=[0.9, 0.99]", "train.final_learning_rate=0",
+    "train.learning_rate=1e-3", "optimizer.betas=[0.9, 0.99]", "train.final_learning_rate=0",
     "checkpoint.every=0",
     "observe.sample=",
 ]  # fmt: skip
@@ -136,7 +136,7 @@ def uneven(folder: Path, steps: int) -> None:
         "synchronous": (steps, ["layout.zero=0"]),
         "server, bound 4": (2 * steps, [*fine, "server.max_staleness=4"]),
         "backup workers": (steps, [*fine, "server.backups=true"]),
-        "rows by speed": (steps, ["layout.zero=0", "train.shares=by speed"]),
+        "rows by speed": (steps, ["layout.zero=0", "train.driver=by-speed"]),
     }
     target, base = None, 0.0
     for name, (count, words) in ways.items():
@@ -197,7 +197,7 @@ def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
     groups = [
         "train.driver=local",
         "local.groups=2",
-        "local.steps=50",
+        "local.sync_every=50",
         "local.learning_rate=1",
         "local.momentum=0.5",
     ]
@@ -387,37 +387,39 @@ def _gloo_rank(rank: int, port: int, rounds: int, times: Any) -> None:
 def _by_server(rounds: int) -> float:
     import torch
 
-    from shardwise.asynchronous.servers import Desk, Front, Shelf
+    from shardwise.asynchronous.gradient_store import GradientStore
+    from shardwise.asynchronous.listener import Listener
+    from shardwise.asynchronous.scheduler import Scheduler
     from shardwise.asynchronous.work import Work
     from shardwise.resilience.channel import Credentials
 
     torch.set_num_threads(1)
     warm_up = 2
-    shelf = Shelf({"weight": (slice(0, NUMBERS),)}, torch.float32)
-    desk = Desk(Work(portions=WORKERS, updates=rounds + warm_up, most_stale=0))
+    store = GradientStore({"weight": (slice(0, NUMBERS),)}, torch.float32)
+    scheduler = Scheduler(Work(portions=WORKERS, updates=rounds + warm_up, most_stale=0))
     weights = torch.ones(NUMBERS)
-    shelf.publish(0, weights.clone())
-    front = Front("127.0.0.1", Credentials("server", b"benchmark"), shelf, desk)
+    store.publish(0, weights.clone())
+    listener = Listener("127.0.0.1", Credentials("server", b"benchmark"), store, scheduler)
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_pusher, args=(front.port,)) for _ in range(WORKERS)]
+    workers = [context.Process(target=_pusher, args=(listener.port,)) for _ in range(WORKERS)]
     for worker in workers:
         worker.start()
     began = 0.0
     for version in range(1, rounds + warm_up + 1):
         if version == warm_up + 1:
             began = time.perf_counter()
-        while (update := desk.due(1.0)) is None:
+        while (update := scheduler.due(1.0)) is None:
             pass
-        taken = shelf.take(update.keys, update.brought, update.dropped)
+        taken = store.take(update.keys, update.brought, update.dropped)
         for gradient in taken:
             weights.add_(gradient, alpha=-1e-3)
-        shelf.give_back(taken)
-        shelf.publish(version, weights.clone())
-        desk.made(update)
+        store.give_back(taken)
+        store.publish(version, weights.clone())
+        scheduler.made(update)
     seconds = time.perf_counter() - began
     for worker in workers:
         worker.join()
-    front.close()
+    listener.close()
     return seconds
 
 

@@ -31,25 +31,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.checkpoint import Manifest
-from shardwise.checkpoint.save import Checkpointer, Retention, Saved
+from shardwise.checkpoint.save import Checkpointer, Retention, Saved, State
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Layout
 from shardwise.mesh import Mesh, Worker, join, leave
+from shardwise.optimizers import from_table
 
 ROWS, COLUMNS = 2048, 2048  # 16 MB of float32
 
 
-def state(mesh: Mesh, gigabytes: float) -> dict[str, Tensor]:
+def state(mesh: Mesh, gigabytes: float) -> State:
     """This worker's share of about that many bytes."""
-    found: dict[str, Tensor] = {}
+    found: State = {}
     for number in range(max(1, round(gigabytes * 1e9 / (3 * ROWS * COLUMNS * 4)))):
-        for part in ("model.{}.weight", "optimizer.{}.weight.exp_avg", "optimizer.{}.weight.exp_avg_sq"):
-            found[part.format(number)] = torch.randn(ROWS // mesh.worker.world, COLUMNS)
-        found[f"model.{number}.norm"] = torch.randn(COLUMNS // mesh.worker.world)
+        moments = (StateKey.optimizer(f"{number}.weight", slot) for slot in from_table({}).slots)
+        for key in (StateKey.model(f"{number}.weight"), *moments):
+            found[key] = torch.randn(ROWS // mesh.worker.world, COLUMNS)
+        found[StateKey.model(f"{number}.norm")] = torch.randn(COLUMNS // mesh.worker.world)
     if mesh.grid is None:
         return found
     return {
-        name: DTensor.from_local(value, mesh.sub("data"), [Shard(0)], run_check=False)
-        for name, value in found.items()
+        key: DTensor.from_local(value, mesh.sub("data"), [Shard(0)], run_check=False)
+        for key, value in found.items()
     }
 
 
@@ -80,9 +83,7 @@ def dd_seconds(mesh: Mesh, folder: Path, size: int) -> float:
     return seconds
 
 
-def save_seconds(
-    checkpointer: Checkpointer, folder: Path, tensors: dict[str, Tensor], step: int, wait: bool
-) -> Saved:
+def save_seconds(checkpointer: Checkpointer, folder: Path, tensors: State, step: int, wait: bool) -> Saved:
     together(checkpointer.mesh)
     manifest = Manifest(step, {}, {}, {}, {}, {}, checkpointer.mesh.worker.world, str(torch.__version__), {})
     checkpointer.save(str(folder / "checkpoints"), tensors, manifest, Retention(keep=1), wait)

@@ -5,8 +5,8 @@
 To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers.
 "bound" is the time that takes at the bandwidth of a plain copy on this device, measured in the same run.
 "plain" is the same work by the same formulas in torch's own operations, one after the other: on a GPU the
-code that comm/codecs.py runs on a CPU. With --feedback, encoding also leaves in the numbers what is not sent,
-as a run with error feedback does.
+code that a CPU runs. With --feedback, encoding also leaves in the numbers what is not sent, as a run with
+error feedback does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from shardwise.comm import codecs
-from shardwise.config.compression import Compression
+from shardwise.codecs import RowCodec, blocks, parse_row_codec, randomk, topk
 
 CODECS = (
-    "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
+    "bfloat16", "float16", "float8",
+    "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
     "topk(0.01)",
     "randomk(0.01)",
 )  # fmt: skip
@@ -50,13 +50,15 @@ def main() -> None:
     print(f"{'':14} {'encode':>10} {'decode':>10} {'bound':>10} {'of bound':>9} {'plain':>10}")
     for text in given.codecs.split(";"):
         rows.normal_()
-        codec = codecs.codec(Compression.parse(text))
+        codec = parse_row_codec(text)
         wire = codec.encode(rows, 1)
         encode, decode = times(codec, rows, wire, target, given.feedback)
         bound = 2 * (rows.nbytes + wire.nbytes) / bandwidth
         with (
-            mock.patch.object(codecs, "_in_a_kernel", return_value=False),
-            mock.patch.object(codecs, "PART", given.numbers),
+            mock.patch.object(blocks, "runs_kernels", return_value=False),
+            mock.patch.object(topk, "runs_kernels", return_value=False),
+            mock.patch.object(randomk, "runs_kernels", return_value=False),
+            mock.patch.object(blocks, "CACHED_NUMBERS", given.numbers),
         ):
             plain = sum(times(codec, rows, wire, target, given.feedback))
         cells = " ".join(f"{each * 1e6:8.0f}us" for each in (encode, decode, bound))
@@ -66,7 +68,7 @@ def main() -> None:
         )
 
 
-def times(codec: codecs.Codec, rows: Tensor, wire: Tensor, target: Tensor, take: bool) -> tuple[float, float]:
+def times(codec: RowCodec, rows: Tensor, wire: Tensor, target: Tensor, take: bool) -> tuple[float, float]:
     """Seconds to encode, and to decode."""
     return seconds(lambda: codec.encode(rows, 1, take)), seconds(lambda: codec.decode(wire, target, 1))
 

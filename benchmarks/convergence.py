@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[1]
 WORKERS = 4
 JOB = [
     "model.preset=bytes-400k", "data.sequence_length=64", "train.global_batch=8", "train.learning_rate=1e-3",
-    "train.betas=[0.9, 0.999]", f"layout.data={WORKERS}", "checkpoint.every=0", "observe.sample=",
+    "optimizer.betas=[0.9, 0.999]", f"layout.data={WORKERS}", "checkpoint.every=0", "observe.sample=",
 ]  # fmt: skip
-ONE_BIT, LOST = "train.optimizer=1bit-adam", "layout.error_feedback=false"
+ONE_BIT, LOST = "optimizer.name=1bit-adam", "layout.error_feedback=false"
 RUNS: dict[str, list[str]] = {
     "none": [],
     **{
         codec: [f"layout.compression={codec}"]
-        for codec in ("bf16", "int8", "qsgd(8)", "powersgd(4)", "terngrad")
+        for codec in ("bfloat16", "int8", "qsgd(8)", "powersgd(4)", "terngrad")
     },
     "topk(0.01), 1bit-adam": ["layout.compression=topk(0.01)", ONE_BIT],
     "sign, 1bit-adam": ["layout.compression=sign", ONE_BIT],

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.cli.app import app
 from shardwise.config import Model
-from shardwise.plan import parameter_shapes
+from shardwise.config.parameters import parameter_shapes
 
 MODEL = Model(layers=16, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=2816, vocabulary=32000)  # type: ignore[call-arg]
 WAYS = {
@@ -57,9 +58,9 @@ def main() -> None:
     print(json.dumps({"model_bytes": model_bytes, "peaks": found}, indent=1))
 
 
-def random_weights() -> Iterator[tuple[str, Tensor]]:
+def random_weights() -> Iterator[tuple[StateKey, Tensor]]:
     for name, shape in parameter_shapes(MODEL).items():
-        yield f"model.{name}", torch.randn(shape)
+        yield StateKey.model(name), torch.randn(shape)
 
 
 def measure(way: str, folder: str, model_bytes: int) -> dict[str, float]:
@@ -78,7 +79,7 @@ def measure(way: str, folder: str, model_bytes: int) -> dict[str, float]:
 def run(way: str, arguments: list[str]) -> None:
     if way == "whole":
         contents = Contents.open(arguments[0])
-        save_file({name: contents.read(name) for name in contents.tensors}, arguments[1])
+        save_file({str(key): contents.read(key) for key in contents.tensors}, arguments[1])
     elif way != "nothing":
         app(["checkpoint", way, *arguments], standalone_mode=False)
     lines = Path("/proc/self/status").read_text().splitlines()

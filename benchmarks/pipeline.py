@@ -53,6 +53,7 @@ from torch.multiprocessing.spawn import spawn
 
 from shardwise.comm import Comm
 from shardwise.config import Config, Layout, from_tables
+from shardwise.config.schedules import SCHEDULES
 from shardwise.data.batches import Batch, Batches
 from shardwise.mesh import Worker, join, leave
 from shardwise.models import Sharding
@@ -66,7 +67,6 @@ from shardwise.train.sources import count_tokens, forward_backward
 
 ACTIONS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 """The methods of torch's stage that compute; its runtime waits and sends outside of them."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 WIDTH = 16
 """Numbers that a waiting stage hands on."""
 CLOSE = 0.05

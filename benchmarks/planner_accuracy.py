@@ -29,11 +29,12 @@ from typing import Any
 
 from planner_cases import Case, read_cases
 from planner_judge import Judged, judge
-from planner_published import GIB, published_flops
+from planner_published import published_flops
 
+from shardwise.config.parameters import count
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.errors import UserError
-from shardwise.plan.parameters import count
+from shardwise.units import GIB
 
 # -- step time -----------------------------------------------------------------------------------------------
 

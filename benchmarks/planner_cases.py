@@ -23,10 +23,10 @@ from planner_models import model_of
 from planner_published import convention_of, figures_of, memory_of, seconds_of, with_rate_of_mfu
 
 from shardwise.config import Model
+from shardwise.config.parameters import count
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.space import RECOMPUTE, Work
 from shardwise.errors import UserError
-from shardwise.plan.parameters import count
-from shardwise.plan.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)

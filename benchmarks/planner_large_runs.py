@@ -19,11 +19,11 @@ from typing import Any
 from planner_models import shape_of
 
 from shardwise.config import Config, from_tables
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.clusters import named
 from shardwise.cost.predict import Prediction
 from shardwise.cost.space import RECOMPUTE, Space
 from shardwise.plan.flops import flops_per_token
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.search import SearchResult, search
 
 

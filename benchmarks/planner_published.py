@@ -14,12 +14,11 @@ import planner_cells as cells
 from planner_cells import NotModelled, Row, measured
 
 from shardwise.config import Model
+from shardwise.config.parameters import count
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.space import Work
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.parameters import count
-
-GIB = 2.0**30
+from shardwise.units import GIB
 
 
 def convention_of(text: str, stack: str) -> str | None:

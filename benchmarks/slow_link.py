@@ -67,7 +67,8 @@ sample = ""
 trace = {steps}
 """
 CODECS = (
-    "none", "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)",
+    "none", "bfloat16", "float16", "float8",
+    "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)",
     "randomk(0.01)",
     "powersgd(4)",
 )  # fmt: skip

@@ -175,45 +175,6 @@ def forget_meshes() -> None:
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW whose kernel receives this rank's local tensors instead of DTensors.
-
-    AdamW treats every element alike, so the local tensors are all it needs. DTensor would take half a second
-    in the first step and some milliseconds in each later one to find that out. torch collects the kernel's
-    inputs in a private method.
-    """
-
-    def _init_group(
-        self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: Any
-    ) -> Any:
-        result = super()._init_group(group, parameters, gradients, *states)  # type: ignore[no-untyped-call]
-        # torch 2.11 replicates the sum of uneven shards on every rank. The kernel would then read the first
-        # numbers of the whole tensor as this rank's shard.
-        gradients[:] = [
-            _split_as(parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
-        for tensors in (parameters, gradients, *states):
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return result
-
-    def pieces(self, group: dict[str, Any]) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
-        """Yield each parameter of a group that has a gradient, with this rank's tensors of it.
-
-        The tensors are the weight, the gradient, the two moments and the number of steps.
-        """
-        lists: list[list[Any]] = [[] for _ in range(6)]
-        self._init_group(group, *lists)
-        parameters, gradients, first, second, _, steps = lists
-        owners = [parameter for parameter in group["params"] if parameter.grad is not None]
-        yield from zip(owners, zip(parameters, gradients, first, second, steps, strict=True), strict=True)
-
-
-def _split_as(parameter: Any, gradient: Any) -> Any:
-    """Return the gradient with the placements of its parameter."""
-    same = not isinstance(gradient, DTensor) or gradient.placements == parameter.placements
-    return gradient if same else gradient.redistribute(placements=parameter.placements)
-
-
 def inside_backward() -> bool:
     """Return whether this thread runs a backward. A forward that runs there is a recomputation.
 

@@ -1,1 +1,2 @@
-"""Training without lockstep: a parameter server, its workers, and what they say to each other."""
+"""What training without lockstep is made of: messages and connections of a parameter server, its scheduler,
+and memory that processes share. The drivers (drivers/) use it."""

@@ -1,9 +1,9 @@
 """What workers and servers say to each other: one frozen value for each message, JSON on the wire.
 
 A worker greets every server and learns which slices of the weights that one keeps. Then it asks the first
-server, whose desk deals out the work, for a portion; pulls the weights from each server; pushes its gradient
-to each; and brings the portion back to the desk. Weights and gradients travel behind `Weights` and `Push`,
-flat, slice after slice.
+server, whose scheduler hands out the work, for a portion; pulls the weights from each server; pushes its
+gradient to each; and tells the scheduler that the portion is there. Weights and gradients travel behind
+`Weights` and `Push`, flat, slice after slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Name = Annotated[str, Field(max_length=256)]
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker's first word to a server."""
+    """A worker's first message to a server."""
 
     worker: Name
     kind: Literal["hello"] = "hello"
@@ -29,8 +29,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Which slices this server keeps: (start, stop) along each dim, by the name of the parameter. And of
-    which job, whose portions have so many rows."""
+    """The answer to `Hello`: which slices this server keeps, as (start, stop) along each dim by the name of
+    the parameter; a checksum of its job; and the rows of a portion."""
 
     slices: dict[str, tuple[tuple[Count, Count], ...]]
     job: Name
@@ -40,7 +40,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is there to do?"""
+    """A worker asks for a portion."""
 
     kind: Literal["ask"] = "ask"
 
@@ -56,21 +56,22 @@ class Task:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing for now: ask again."""
+    """There is no portion for now: the worker asks again."""
 
     kind: Literal["wait"] = "wait"
 
 
 @dataclass(frozen=True)
 class End:
-    """All is done."""
+    """All updates are made: the worker may end."""
 
     kind: Literal["end"] = "end"
 
 
 @dataclass(frozen=True)
 class Pull:
-    """The weights, please, of this version or newer, unless that is what the worker has; -1: it has none."""
+    """A worker asks for weights of this version or newer. `have` is the version that it has, which need not
+    be sent; -1: it has none."""
 
     least: Count
     have: Annotated[int, Field(ge=-1, lt=2**62)]
@@ -95,7 +96,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Stored:
-    """It is here."""
+    """The gradient has arrived."""
 
     kind: Literal["stored"] = "stored"
 
@@ -115,7 +116,7 @@ class Bring:
 
 @dataclass(frozen=True)
 class Noted:
-    """Whether it counts."""
+    """Whether the portion counts; it does not if another worker was first."""
 
     counts: bool
     kind: Literal["noted"] = "noted"
@@ -128,12 +129,12 @@ _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discrimina
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """As sent."""
+    """Return a message as it is sent."""
     return asdict(message)
 
 
 def from_json(value: dict[str, Any]) -> Message:
-    """As received."""
+    """Return a message that was received."""
     try:
         return _MESSAGE.validate_python(value)
     except ValueError as error:

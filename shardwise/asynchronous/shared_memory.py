@@ -6,7 +6,7 @@ others write meanwhile. Nobody waits. What it costs: a gradient may be of weight
 since, and of two who change one number at the same moment one may be lost. Where updates touch few rows of a
 large table that is rare, and Niu et al. show that the loss falls as in a serial run. Where all of them touch
 all weights, it is an asynchronous run like others, with a noise of its own. They had SGD; the two moments of
-AdamW need more care (optim/rows.py).
+AdamW need more care (optimizers/adamw.py).
 
 The memory is a file without a name, which the first process makes and the others open through /proc. It is
 gone with the last of them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits
@@ -25,38 +25,42 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.save import state_of
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Peers
 from shardwise.locks import take_lock
+from shardwise.optim import ShardedOptimizer
 
 ALIGNED = 64
 """Bytes of a cache line: no two tensors share one."""
+Key = TypeVar("Key", bound=Hashable)
 
 
-class SharedMemory:
+class SharedMemory(Generic[Key]):
     """Tensors that all processes see, with the first one's values."""
 
-    def __init__(self, peers: Peers, own: Mapping[str, Tensor]) -> None:
-        """All processes do this together, with tensors of the same names, shapes and dtypes."""
+    def __init__(self, peers: Peers, own: Mapping[Key, Tensor]) -> None:
+        """All processes do this together, with tensors of the same keys, shapes and dtypes."""
         ends = [0]
         for tensor in own.values():
             ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
         file = self._open(peers, ends[-1])
         memory = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
         self.tensors = {
-            name: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, (name, tensor) in zip(ends, own.items(), strict=False)
+            key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, (key, tensor) in zip(ends, own.items(), strict=False)
         }
         if peers.rank == 0:
-            for name, tensor in own.items():
-                self.tensors[name].copy_(tensor)
+            for key, tensor in own.items():
+                self.tensors[key].copy_(tensor)
         peers.from_everyone("has opened it")  # and the values are in place
 
     def _open(self, peers: Peers, size: int) -> int:
@@ -103,10 +107,10 @@ class Stamps:
 
 
 class SharedState:
-    """A model's weights and AdamW's moments in shared memory, in place of this process's own."""
+    """A model's weights and its optimizer's states in shared memory, in place of this process's own."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.AdamW, peers: Peers
+        self, named: Sequence[tuple[str, nn.Parameter]], optimizer: ShardedOptimizer, peers: Peers
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
         rows = torch.tensor([0, *(len(parameter) if parameter.ndim else 1 for parameter in self.parameters)])
@@ -116,13 +120,14 @@ class SharedState:
             "last": torch.zeros(int(rows.sum()), dtype=torch.int64),
             "finished": torch.zeros(peers.world, dtype=torch.int64),
         }
-        self.memory = SharedMemory(peers, {**state_of(named, optimizer), **stamps})
+        own: dict[StateKey | str, Tensor] = dict([*state_of(named, optimizer).items(), *stamps.items()])
+        self.memory = SharedMemory(peers, own)
         tensors = self.memory.tensors
         for name, parameter in named:
-            parameter.data = tensors[f"model.{name}"]
+            parameter.data = tensors[StateKey.model(name)]
             if parameter.requires_grad:
                 optimizer.state[parameter] = {
-                    key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]
+                    slot: tensors[StateKey.optimizer(name, slot)] for slot in optimizer.state[parameter]
                 }
         self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
 

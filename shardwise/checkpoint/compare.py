@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.kept import PREFIX as KEPT
+from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.plurals import counted
 
 COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
-FILES = KEPT.removesuffix(".")
 CHUNK = 1 << 22
 """Numbers compared at once: their copies in float64 stay small."""
 
@@ -68,19 +67,18 @@ def compare(
 ) -> Comparison:
     """Compare all tensors; `progress` is told how many are done, of how many."""
     left_out = _left_out(first, second)
-    names_first, names_second = (
-        [name for name in contents.tensors if name.partition(".")[0] not in left_out]
-        for contents in (first, second)
+    keys_first, keys_second = (
+        [key for key in contents.tensors if key.section not in left_out] for contents in (first, second)
     )
-    both = [name for name in names_first if name in second.tensors]
+    both = [key for key in keys_first if key in second.tensors]
     differences = []
-    for done, name in enumerate(both):
+    for done, key in enumerate(both):
         progress(done, len(both))
-        differences += _difference(name, first, second)
+        differences += _difference(key, first, second)
     return Comparison(
         facts=dict(_manifest_differences(first, second)),
-        only_first=[name for name in names_first if name not in second.tensors],
-        only_second=[name for name in names_second if name not in first.tensors],
+        only_first=[str(key) for key in keys_first if key not in second.tensors],
+        only_second=[str(key) for key in keys_second if key not in first.tensors],
         left_out=left_out,
         compared=len(both),
         differences=sorted(differences, key=_rank),
@@ -91,19 +89,20 @@ def _rank(difference: TensorDifference) -> tuple[bool, float]:
     """Weights first, and among them what is furthest apart; NaN and other shapes are further than any
     number."""
     gap = difference.max_abs
-    return not difference.tensor.startswith("model."), -gap if gap is not None and gap == gap else -math.inf
+    is_weight = StateKey.parse(difference.tensor).is_model
+    return not is_weight, -gap if gap is not None and gap == gap else -math.inf
 
 
 def _left_out(first: Contents, second: Contents) -> dict[str, str]:
     reasons = {}
-    kinds = [{name.partition(".")[0] for name in contents.tensors} for contents in (first, second)]
-    if FILES in kinds[0] ^ kinds[1]:
-        reasons[FILES] = "one of the two keeps no files of a Hugging Face folder"
-    states = [kind - {FILES} for kind in kinds]
-    if {"model"} in states:
+    sections = [{key.section for key in contents.tensors} for contents in (first, second)]
+    if StateKind.FILE.section in sections[0] ^ sections[1]:
+        reasons[StateKind.FILE.section] = "one of the two keeps no files of a Hugging Face folder"
+    states = [words - {StateKind.FILE.section} for words in sections]
+    if {StateKind.MODEL.section} in states:
         reasons |= dict.fromkeys(sorted(states[0] ^ states[1]), "one of the two holds weights alone")
     if first.manifest.world != second.manifest.world:
-        reasons["random"] = "written " + " and ".join(
+        reasons[StateKind.RANDOM.section] = "written " + " and ".join(
             f"by {counted(one.manifest.world, 'process')}" for one in (first, second)
         )
     return reasons
@@ -123,16 +122,16 @@ def _manifest_differences(first: Contents, second: Contents) -> Iterator[tuple[s
         yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 
 
-def _difference(name: str, first: Contents, second: Contents) -> list[TensorDifference]:
-    """A list of none where the tensors are equal, of one where they differ."""
-    left, right = first.tensors[name], second.tensors[name]
+def _difference(key: StateKey, first: Contents, second: Contents) -> list[TensorDifference]:
+    """Return an empty list where the tensors are equal, else a list of one."""
+    name, left, right = str(key), first.tensors[key], second.tensors[key]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return [
             TensorDifference(
                 name, None, 0, f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
             )
         ]
-    largest, numbers = distance(first.read(name), second.read(name))
+    largest, numbers = distance(first.read(key), second.read(key))
     return (
         [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(left.shape):,} numbers")]
         if numbers

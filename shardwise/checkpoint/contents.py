@@ -6,9 +6,7 @@ type, its whole shape, and its pieces: which part of the whole (offset and shape
 byte. That is all that is needed to put a tensor together again on any mesh, and it is checked before a byte
 is read: pieces must lie inside their tensor and inside their file, and fill the tensor.
 
-State names: `model.NAME`, `optimizer.NAME.MOMENT`, `random.RANK.cpu`; those of a group begin with `group.N.`.
-A checkpoint may hold weights only. The first words of a name say what a tensor is: NAME is the user's, and
-may hold any of these words itself.
+Tensors are known by their keys (state_key.py has their text). A checkpoint may hold weights only.
 
 The checksum of a data file is made while it is written, by another thread: zlib lets go of the interpreter,
 so with a second core it costs nothing where a disk is slower than 1 GB/s, and no file is read again.
@@ -19,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import secrets
 import zlib
 from collections import defaultdict
@@ -37,6 +34,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from torch import Tensor
 
 from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, read_manifest
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import BLOCK, Storage, storage
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, parse_as
@@ -67,25 +65,12 @@ DTYPES = {
 }
 """What a tensor in a checkpoint may be made of."""
 
-_MOMENT = re.compile(r"(group\.\d+\.)?optimizer\..+")
-_FLOAT8_MAXIMA = re.compile(r"(group\.\d+\.)?model\..+\.float8\.((gate_up|down)\.)?(input|gradient)\.maxima")
-
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The first corner of a part of a tensor, and the one past its last."""
 Files = dict[str, WrittenFile]
 """Size and CRC-32 of files by name."""
-
-
-def is_moment(name: str) -> bool:
-    """Whether a tensor of this name is the optimizer's."""
-    return _MOMENT.fullmatch(name) is not None
-
-
-def is_float8_maxima(name: str) -> bool:
-    """Whether a tensor of this name is what products in float8 remember (models/float8.py)."""
-    return _FLOAT8_MAXIMA.fullmatch(name) is not None
 
 
 def _known_dtype(name: str) -> str:
@@ -127,7 +112,7 @@ class Contents:
 
     address: str
     manifest: Manifest
-    tensors: dict[str, StoredTensor]
+    tensors: dict[StateKey, StoredTensor]
 
     @classmethod
     def open(cls, folder: str | Path) -> Contents:
@@ -146,9 +131,9 @@ class Contents:
         tensors = _parse(where.read(indices[0]), manifest, f"{where.address}/{indices[0]}")
         return cls(where.address, manifest, tensors)
 
-    def read(self, name: str) -> Tensor:
-        """One whole tensor, put together from its pieces."""
-        stored = self.tensors[name]
+    def read(self, key: StateKey) -> Tensor:
+        """Return one whole tensor, put together from its pieces."""
+        stored = self.tensors[key]
         result = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         for piece in stored.pieces:
             region = result
@@ -211,11 +196,12 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
     )
 
 
-def _parse(content: bytes, manifest: Manifest, source: str) -> dict[str, StoredTensor]:
-    tensors = parse_as(dict[str, StoredTensor], content, source)
+def _parse(content: bytes, manifest: Manifest, source: str) -> dict[StateKey, StoredTensor]:
+    listed = parse_as(dict[str, StoredTensor], content, source)
+    tensors = {StateKey.parse(text): stored for text, stored in listed.items()}
     reader = _Meaning(manifest, source)
-    for name, stored in tensors.items():
-        reader.check(name, stored)
+    for key, stored in tensors.items():
+        reader.check(key, stored)
     reader.check_files(tensors)
     return tensors
 
@@ -228,33 +214,33 @@ class _Meaning:
     manifest: Manifest
     source: str
 
-    def check(self, name: str, stored: StoredTensor) -> None:
+    def check(self, key: StateKey, stored: StoredTensor) -> None:
         if math.prod(stored.shape) >= 1 << 60:
-            self._refuse(f"{name} has an absurd shape {stored.shape}")
+            self._refuse(f"{key} has an absurd shape {stored.shape}")
         for piece in stored.pieces:
-            self._check_piece(name, stored, piece)
+            self._check_piece(key, stored, piece)
         boxes = [(piece.offset, tuple(map(add, piece.offset, piece.shape))) for piece in stored.pieces]
         empty = 0 in stored.shape and not boxes
         if not empty and not _fills(boxes, ((0,) * len(stored.shape), stored.shape)):
-            self._refuse(f"the pieces of {name} do not fill it, each part once")
+            self._refuse(f"the pieces of {key} do not fill it, each part once")
 
-    def _check_piece(self, name: str, stored: StoredTensor, piece: TensorPiece) -> None:
+    def _check_piece(self, key: StateKey, stored: StoredTensor, piece: TensorPiece) -> None:
         inside = len(piece.offset) == len(piece.shape) == len(stored.shape) and all(
             length and begin + length <= size
             for begin, length, size in zip(piece.offset, piece.shape, stored.shape, strict=True)
         )
         if not inside:
-            self._refuse(f"a piece of {name} is empty or reaches beyond it")
+            self._refuse(f"a piece of {key} is empty or reaches beyond it")
         if piece.file not in self.manifest.files or not piece.file.startswith("rank-"):
-            self._refuse(f"a piece of {name} lies in {shown(piece.file)}")
+            self._refuse(f"a piece of {key} lies in {shown(piece.file)}")
         if piece.start + stored.bytes_of(piece.shape) > self.manifest.files[piece.file]["bytes"]:
-            self._refuse(f"a piece of {name} reaches beyond the end of {piece.file}")
+            self._refuse(f"a piece of {key} reaches beyond the end of {piece.file}")
 
-    def check_files(self, tensors: dict[str, StoredTensor]) -> None:
+    def check_files(self, tensors: dict[StateKey, StoredTensor]) -> None:
         spans: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for name, stored in tensors.items():
+        for key, stored in tensors.items():
             for piece in stored.pieces:
-                spans[piece.file].append((piece.start, piece.start + stored.bytes_of(piece.shape), name))
+                spans[piece.file].append((piece.start, piece.start + stored.bytes_of(piece.shape), str(key)))
         for file, parts in spans.items():
             for (_, end, first), (start, _, second) in pairwise(sorted(parts)):
                 if start < end:
@@ -300,9 +286,9 @@ def _cut(box: Box, dim: int, begin: int, end: int) -> Box:
     return tuple(low), tuple(high)
 
 
-def encode(tensors: dict[str, StoredTensor]) -> bytes:
-    """The list of tensors as its file holds it, one line a tensor."""
-    lines = (f"{json.dumps(name)}: {json.dumps(asdict(stored))}" for name, stored in tensors.items())
+def encode(tensors: dict[StateKey, StoredTensor]) -> bytes:
+    """Return the list of tensors as its file holds it, one line per tensor."""
+    lines = (f"{json.dumps(str(key))}: {json.dumps(asdict(stored))}" for key, stored in tensors.items())
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
@@ -361,7 +347,7 @@ def save_id() -> str:
 
 
 def commit(
-    where: Storage, manifest: Manifest, tensors: dict[str, StoredTensor], files: Files, identity: str
+    where: Storage, manifest: Manifest, tensors: dict[StateKey, StoredTensor], files: Files, identity: str
 ) -> Manifest:
     """Make these data files, which are durable by now, a checkpoint; returns the manifest that is in
     place."""
@@ -379,19 +365,21 @@ def commit(
     return complete
 
 
-def write_checkpoint(folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_checkpoint(
+    folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[StateKey, Tensor]]
+) -> None:
     """Write a checkpoint from one process, tensor by tensor; it is there whole at the end, or not at all."""
     where, identity = storage(folder), save_id()
     file = f"rank-0-{identity}.data"
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[StateKey, StoredTensor] = {}
     try:
         where.make()
         with data_file(where, file) as data:
-            for name, tensor in tensors:
+            for key, tensor in tensors:
                 shape = tuple(tensor.shape)
                 start = data.append(tensor)
                 pieces = (TensorPiece((0,) * len(shape), shape, file, start),) if tensor.numel() else ()
-                stored[name] = StoredTensor(str(tensor.dtype).removeprefix("torch."), shape, pieces)
+                stored[key] = StoredTensor(str(tensor.dtype).removeprefix("torch."), shape, pieces)
             size_and_crc = data.size_and_crc()
         commit(where, manifest, stored, {file: size_and_crc}, identity)
     except OSError as error:

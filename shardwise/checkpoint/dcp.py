@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shardwise.checkpoint.contents import DTYPES, Contents, StoredTensor
+from shardwise.checkpoint.state_key import StateKey
 
 
 def load_planner() -> DefaultLoadPlanner:
@@ -40,7 +41,9 @@ class DcpReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the list of tensors says, in Distributed Checkpoint's words."""
         return Metadata(
-            state_dict_metadata={name: _described(stored) for name, stored in self.contents.tensors.items()}
+            state_dict_metadata={
+                str(key): _described(stored) for key, stored in self.contents.tensors.items()
+            }
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -55,7 +58,7 @@ class DcpReader(StorageReader):
 
     def _part(self, item: ReadItem) -> Tensor:
         """The overlap of a stored piece with what is wanted: whole rows are read, and the rest cut off."""
-        stored = self.contents.tensors[item.storage_index.fqn]
+        stored = self.contents.tensors[StateKey.parse(item.storage_index.fqn)]
         offset = tuple(item.storage_index.offset or ())
         piece = next(piece for piece in stored.pieces if piece.offset == offset)
         begins, lengths = tuple(item.storage_offsets), tuple(item.lengths)

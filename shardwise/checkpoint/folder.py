@@ -23,7 +23,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,6 +104,8 @@ class Manifest:
     """That train by themselves, each with a state of its own beside the model's; 0: all train together."""
     under_way: tuple[Annotated[str, Field(max_length=1024)], ...] = ()
     """Parameters that such groups were exchanging."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """The [optimizer] table of the run; empty: it is from before there was one, or weights from elsewhere."""
     format: int = FORMAT
 
     @property

@@ -3,9 +3,9 @@ the way back.
 
 Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor
 where there are several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are
-known from the configuration alone (families.py), so a file's header is written first and the numbers behind
-it as they are read. That is why the files are not written by the safetensors library, which wants all tensors
-of a file at once; the format is a length, a JSON header, raw bytes.
+known from the configuration alone (config/families.py), so a file's header is written first and the numbers
+behind it as they are read. That is why the files are not written by the safetensors library, which wants all
+tensors of a file at once; the format is a length, a JSON header, raw bytes.
 
 Where the model came from such a folder, what training does not change is written as it was there, byte for
 byte (kept.py): all files but the weights, config.json among them unless the dtype is another.
@@ -30,29 +30,30 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
+from shardwise.checkpoint.conversions import to_theirs
 from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import (
-    DTYPES,
+    HEADER_DTYPES,
     INDEX,
-    PREFIX,
     WEIGHTS,
     Progress,
     check_empty,
     listed,
     no_progress,
 )
-from shardwise.config import Model
+from shardwise.checkpoint.state_key import StateKey
+from shardwise.config import Model, dtypes
 from shardwise.config.families import Family
+from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.model_config import to_config, to_model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import load_tokenizer
 from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
 from shardwise.errors import UserError
 from shardwise.files import parse_as
-from shardwise.plan import parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class TensorEntry:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype][1]
+        return torch.Size(self.shape).numel() * dtypes.BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,17 @@ def export_checkpoint(
     _described(model, kept)  # refused before every byte is read
     _check_shapes(contents, model)
     contents.check()
-    dtypes = {
-        name.removeprefix(PREFIX): stored.dtype
-        for name, stored in contents.tensors.items()
-        if name.startswith(PREFIX)
-    }
+    dtypes = {key.name: stored.dtype for key, stored in contents.tensors.items() if key.is_model}
     tokenizer, end = tokenizer_of_run(contents.manifest.data)
-    source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer, end, kept)
+    source = ExportSource(
+        model, dtypes, lambda name: contents.read(StateKey.model(name)), tokenizer, end, kept
+    )
     return write_folder(source, folder, dtype, shard_bytes, progress)
 
 
 def _check_shapes(contents: Contents, model: Model) -> None:
     for name, shape in parameter_shapes(model).items():
-        stored = contents.tensors.get(PREFIX + name)
+        stored = contents.tensors.get(StateKey.model(name))
         if stored is not None and stored.shape != shape:
             raise UserError(
                 f"{contents.address}: {name} is {stored.shape}, but {shape} in the model that it says "
@@ -138,7 +137,7 @@ def write_folder(
     """A Hugging Face folder of a model. It has its name only once it is whole."""
     check_empty(folder)
     family, config = _described(source.model, source.kept)
-    plan = tensor_matches(family, source.model)
+    plan = tensor_matches(family.tensors, source.model)
     entries = _entries(source, plan, dtype)
     with _aside(folder) as aside:
         files = _write_weights(aside, entries, _converted(source, plan, entries), shard_bytes, progress)
@@ -209,8 +208,10 @@ def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -
     for match in plan:
         stored_as = dtype or source.dtypes[match.ours[0]]
         entries += [TensorEntry(name, shape, stored_as) for name, shape in their_shapes(match, ours).items()]
-    if unknown := {entry.dtype for entry in entries} - DTYPES.keys():
-        raise UserError(f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(DTYPES)}")
+    if unknown := {entry.dtype for entry in entries} - HEADER_DTYPES.keys():
+        raise UserError(
+            f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(HEADER_DTYPES)}"
+        )
     return entries
 
 
@@ -226,7 +227,7 @@ def _converted(source: ExportSource, plan: list[TensorMatch], entries: list[Tens
     """The tensors of the entries, in their order."""
     remaining = iter(entries)
     for match in plan:
-        for tensor in match.conversion.to_theirs([source.read(name) for name in match.ours]):
+        for tensor in to_theirs(match, [source.read(name) for name in match.ours]):
             entry = next(remaining)
             assert tuple(tensor.shape) == entry.shape, entry.name
             yield tensor.to(getattr(torch, entry.dtype))
@@ -275,7 +276,7 @@ def _header(entries: list[TensorEntry]) -> bytes:
     begin = 0
     for entry in entries:
         table[entry.name] = {
-            "dtype": DTYPES[entry.dtype][0], "shape": list(entry.shape), "data_offsets": [begin,
+            "dtype": HEADER_DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin,
             begin := begin + entry.bytes],
         }  # fmt: skip
     text = json.dumps(table, separators=(",", ":")).encode()

@@ -29,15 +29,18 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from shardwise.checkpoint.families import TENSORS, TensorMatch, tensor_matches, their_shapes
+from shardwise.checkpoint.conversions import to_ours
 from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
+from shardwise.config.dtypes import BYTES
 from shardwise.config.families import Family
+from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
+from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
 from shardwise.files import parse_as, read_bytes, reading
-from shardwise.plan import parameter_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,15 +48,13 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int, int], None]
 """Told of tensors done, tensors in all, bytes done, bytes in all."""
 
-PREFIX = "model."
-"""Of the names of weights in a checkpoint."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
-"""Ours, the name in a safetensors header, and bytes."""
+HEADER_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Names of dtypes in a safetensors header, by ours."""
+OUR_DTYPES = {header: name for name, header in HEADER_DTYPES.items()}
 SHOWN = 8
 """Names that a message lists; the rest is counted."""
 HEAD = "lm_head.weight"
-_KNOWN = dict(DTYPES.values())
 _BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Constants that older versions of the library saved beside the weights."""
 
@@ -75,7 +76,7 @@ class FolderTensor:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * _KNOWN[self.dtype]
+        return math.prod(self.shape) * BYTES[OUR_DTYPES[self.dtype]]
 
     def read(self) -> Tensor:
         """Its numbers. The file is opened for each tensor, so that no more of it than that stays mapped."""
@@ -113,7 +114,7 @@ class Pretrained:
         for match in self.plan:
             read = [self.stored[name].read() for name in match.theirs]
             done += sum(tensor.nbytes for tensor in read)
-            for name, tensor in zip(match.ours, match.conversion.to_ours(read), strict=True):
+            for name, tensor in zip(match.ours, to_ours(match, read), strict=True):
                 count += 1
                 yield name, tensor.contiguous()
                 progress(count, self.tensors, done, self.bytes)
@@ -138,7 +139,7 @@ def open_folder(folder: Path) -> Pretrained:
     family, model = read_model(folder)
     stored = _stored_tensors(folder, family)
     fused = _is_fused(family, model, stored)
-    plan = tensor_matches(family, model, fused)
+    plan = tensor_matches(family.tensors, model, fused)
     _check_tensors(folder, model, plan, stored)
     tokenizer = file_of(folder, TOKENIZER)
     return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
@@ -174,7 +175,7 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progres
     manifest = Manifest(
         0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={}
     )
-    weights = ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress))
+    weights = ((StateKey.model(name), tensor) for name, tensor in pretrained.read(progress))
     write_checkpoint(checkpoint, manifest, chain(weights, kept_of_folder(folder).items()))
     return pretrained
 
@@ -199,7 +200,7 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
 
 
 def _full_name(name: str, family: Family) -> str:
-    prefix = TENSORS[family.model_type].prefix
+    prefix = family.tensors.prefix
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
@@ -231,10 +232,13 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) -> bool:
-    if not TENSORS[family.model_type].fused:
+    if not family.tensors.fused:
         return False
     present = [
-        len(stored.keys() & {name for match in tensor_matches(family, model, fused) for name in match.theirs})
+        len(
+            stored.keys()
+            & {name for match in tensor_matches(family.tensors, model, fused) for name in match.theirs}
+        )
         for fused in (False, True)
     ]
     return present[1] > present[0]
@@ -254,7 +258,7 @@ def _check_tensors(
     coded = [
         f"{tensor.name} is {tensor.dtype}"
         for name, tensor in stored.items()
-        if name in expected and tensor.dtype not in _KNOWN
+        if name in expected and tensor.dtype not in OUR_DTYPES
     ]
     problems = {
         "missing": [name for name in expected if name not in stored],
@@ -262,7 +266,7 @@ def _check_tensors(
             stored[name].name for name in stored if name not in expected and name not in spare
         ],
         "of another shape": wrong,
-        f"of a dtype other than {', '.join(_KNOWN)}": coded,
+        f"of a dtype other than {', '.join(OUR_DTYPES)}": coded,
     }
     lines = [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]
     if lines:

@@ -1,8 +1,8 @@
 """Save while training goes on, and load on any mesh.
 
-State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.MOMENT` for each
-parameter. Names are the plain model's, never a rank's or a wrapper's, and sharded tensors are DTensors that
-know their place in the whole, so the same dictionary can be loaded under another layout.
+State is one flat dictionary from keys (state_key.py) to tensors: the model's, and what the optimizer keeps
+for each parameter. Names in keys are the plain model's, never a rank's or a wrapper's, and sharded tensors
+are DTensors that know their place in the whole, so the same dictionary can be loaded under another layout.
 
 A save in the background costs training one copy of the state to host memory, at the speed of that memory; the
 buffers are kept for the next save, and page-locked where the state is on a GPU. A thread then writes, fsyncs
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.contents import Contents, damaged_files, is_float8_maxima, is_moment, save_id
+from shardwise.checkpoint.contents import Contents, damaged_files, save_id
 from shardwise.checkpoint.dcp import DcpReader, load_planner
 from shardwise.checkpoint.folder import (
     MANIFEST,
@@ -47,7 +47,8 @@ from shardwise.checkpoint.folder import (
     resume_candidates,
     step_of,
 )
-from shardwise.checkpoint.residuals import FACTOR, RESIDUAL, deal_out
+from shardwise.checkpoint.residuals import deal_out
+from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
@@ -56,8 +57,7 @@ from shardwise.errors import RunFailed, Unreadable, UserError
 from shardwise.files import is_temporary
 from shardwise.mesh import Mesh
 
-State = dict[str, Tensor]
-MOMENTS = ("exp_avg", "exp_avg_sq")
+State = dict[StateKey, Tensor]
 PATIENCE = 1.0
 """Seconds that giving up a save may take."""
 PAUSES = (1.0, 4.0, 15.0)
@@ -67,40 +67,43 @@ T = TypeVar("T")
 log = logging.getLogger("shardwise")
 
 
+class HoldsState(Protocol):
+    """An optimizer, as far as a checkpoint needs to know it."""
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the state of a parameter by slot; it is made, as zeros, where there is none yet."""
+
+
 def state_of(
     named: Iterable[tuple[str, nn.Parameter]],
-    optimizer: torch.optim.Optimizer,
+    optimizer: HoldsState,
     buffers: Iterable[tuple[str, Tensor]] = (),
 ) -> State:
-    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros. Frozen
-    weights have none."""
-    state: State = {f"model.{name}": buffer for name, buffer in buffers}
+    """Return every tensor that a run consists of. Frozen weights have no state of the optimizer."""
+    state: State = {StateKey.model(name): buffer for name, buffer in buffers}
     for name, parameter in named:
-        state[f"model.{name}"] = parameter.detach()
+        state[StateKey.model(name)] = parameter.detach()
         if not parameter.requires_grad:
             continue
-        moments = optimizer.state[parameter]
-        if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments.update({moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
-        state.update({f"optimizer.{name}.{key}": value for key, value in moments.items()})
+        slots = optimizer.state_of(parameter)
+        state.update({StateKey.optimizer(name, slot): value for slot, value in slots.items()})
     return state
 
 
 def random_state(rank: int, device: torch.device) -> State:
-    """The random generators of this rank."""
-    state = {f"random.{rank}.cpu": torch.get_rng_state()}
+    """Return the states of this rank's random generators."""
+    state = {StateKey.random(rank, "cpu"): torch.get_rng_state()}
     if device.type == "cuda":
-        state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+        state[StateKey.random(rank, "cuda")] = torch.cuda.get_rng_state(device)
     return state
 
 
 def set_random_state(state: State, rank: int, device: torch.device) -> None:
     """Put the random generators of this rank where they were, as far as the state tells."""
-    if f"random.{rank}.cpu" in state:
-        torch.set_rng_state(state[f"random.{rank}.cpu"])
-    if f"random.{rank}.cuda" in state:
-        torch.cuda.set_rng_state(state[f"random.{rank}.cuda"], device)
+    if (of_cpu := state.get(StateKey.random(rank, "cpu"))) is not None:
+        torch.set_rng_state(of_cpu)
+    if (of_gpu := state.get(StateKey.random(rank, "cuda"))) is not None:
+        torch.cuda.set_rng_state(of_gpu, device)
 
 
 @dataclass(frozen=True)
@@ -149,24 +152,24 @@ class HostCopies:
     def take(self, state: State) -> State:
         """Copy, and wait until the copies are there."""
         parts = own_parts(state)
-        for name, part in parts.items():
-            self._buffer(name, part).copy_(part, non_blocking=True)
+        for key, part in parts.items():
+            self._buffer(key, part).copy_(part, non_blocking=True)
         if any(part.is_cuda for part in parts.values()):
             torch.cuda.synchronize()
-        return {name: self._buffers[name] for name in parts}
+        return {key: self._buffers[key] for key in parts}
 
-    def _buffer(self, name: str, part: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
+    def _buffer(self, key: StateKey, part: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-            buffer = self._buffers[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            buffer = self._buffers[key] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
         return buffer
 
 
 def own_parts(state: State) -> State:
     """What of each tensor is on this rank."""
     return {
-        name: (value.to_local() if isinstance(value, DTensor) else value).detach()
-        for name, value in state.items()
+        key: (value.to_local() if isinstance(value, DTensor) else value).detach()
+        for key, value in state.items()
     }
 
 
@@ -279,9 +282,9 @@ class Checkpointer:
         contents = opened[-1]
         # A run that moves from CPU to GPU finds no state of the GPU's generator.
         random = {
-            name: value
-            for name, value in random_state(rank, device).items()
-            if same_world and name in contents.tensors
+            key: value
+            for key, value in random_state(rank, device).items()
+            if same_world and key in contents.tensors
         }
         _patiently(
             lambda: self._together(
@@ -425,32 +428,60 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
     of weights that were frozen then; so are maxima of products in float8, all of them, where it does not hold
     each. What compression left out is dealt out anew where the layout is another, and PowerSGD's factors stay
     as they begin where there are none of this size."""
-    residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
+    _check_slots(state, contents)
+    residuals = {key: value for key, value in state.items() if key.kind is StateKind.RESIDUAL}
     same = contents.manifest.layout == layout.model_dump(mode="json") and all(
-        name in contents.tensors for name in residuals
+        key in contents.tensors for key in residuals
     )
     if residuals and not same:
         deal_out(residuals, contents)
     known = {
-        name
-        for name, value in state.items()
-        if name in contents.tensors and contents.tensors[name].shape == value.shape
+        key
+        for key, value in state.items()
+        if key in contents.tensors and contents.tensors[key].shape == value.shape
     }
     state = {
-        name: value
-        for name, value in state.items()
-        if (name not in residuals or same) and (not name.startswith(FACTOR) or name in known)
+        key: value
+        for key, value in state.items()
+        if (key not in residuals or same) and (key.kind is not StateKind.FACTOR or key in known)
     }
-    missing = {name for name in state if name not in contents.tensors}
-    looks_anew = any(map(is_float8_maxima, missing))
+    missing = {key for key in state if key not in contents.tensors}
+    looks_anew = any(key.is_float8_history for key in missing)
     new = {
-        name: value
-        for name, value in state.items()
-        if (is_moment(name) and name in missing) or (is_float8_maxima(name) and looks_anew)
+        key: value
+        for key, value in state.items()
+        if (key.kind is StateKind.OPTIMIZER and key in missing) or (key.is_float8_history and looks_anew)
     }
     for part in own_parts(new).values():
         part.zero_()
-    return {name: value for name, value in state.items() if name not in new}
+    return {key: value for key, value in state.items() if key not in new}
+
+
+def _check_slots(state: State, contents: Contents) -> None:
+    """Refuse the state of an optimizer that keeps other tensors for a parameter than the job's does."""
+    wanted, saved = _slots(state), _slots(contents.tensors)
+    for parameter, slots in wanted.items():
+        if parameter in saved and saved[parameter] != slots:
+            name = contents.manifest.optimizer.get("name")
+            raise UserError(
+                f"{contents.address} holds the state of another optimizer{f' ({name})' if name else ''}: "
+                f"{_listed(saved[parameter])}, where this job's keeps {_listed(slots)}. "
+                f"{f'Set optimizer.name={name}' if name else 'Use the optimizer that it was saved with'}, or "
+                "begin with its weights alone: `shardwise checkpoint export`, then model.pretrained."
+            )
+
+
+def _slots(keys: Iterable[StateKey]) -> dict[str, set[str]]:
+    """Return by parameter the names of its optimizer states."""
+    slots: dict[str, set[str]] = {}
+    for key in keys:
+        if key.kind is StateKind.OPTIMIZER:
+            slots.setdefault(key.name, set()).add(key.slot)
+    return slots
+
+
+def _listed(slots: set[str]) -> str:
+    return " and ".join(sorted(slots - {"step"})) or "no state"
 
 
 def _load(state: State, contents: Contents) -> None:
@@ -458,7 +489,8 @@ def _load(state: State, contents: Contents) -> None:
     Checkpoint warns."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
-        load_shards(state, storage_reader=DcpReader(contents), planner=load_planner(), no_dist=True)
+        by_text = {str(key): value for key, value in state.items()}
+        load_shards(by_text, storage_reader=DcpReader(contents), planner=load_planner(), no_dist=True)
     except (OSError, CheckpointException) as error:
         causes = list(error.failures.values()) if isinstance(error, CheckpointException) else [error]
         cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 from shardwise.checkpoint.contents import DTYPES, Files, Shape, StoredTensor, TensorPiece, commit, data_file
 from shardwise.checkpoint.folder import Manifest, WrittenFile
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import Storage
 from shardwise.comm import Peers
 
@@ -38,8 +39,8 @@ class SaveRefused(Exception):
 def write_together(
     peers: Peers,
     where: Storage,
-    state: Mapping[str, Tensor],
-    numbers: Mapping[str, Tensor],
+    state: Mapping[StateKey, Tensor],
+    numbers: Mapping[StateKey, Tensor],
     manifest: Manifest,
     identity: str,
     guard: Commit,
@@ -111,7 +112,7 @@ def _commit(
 class HeldPiece:
     """The part of a tensor that a rank holds: the same on every rank that holds this part."""
 
-    name: str
+    key: StateKey
     dtype: str
     whole: Shape
     offset: Shape
@@ -124,25 +125,30 @@ class HeldPiece:
 
     def to_json(self) -> list[Any]:
         """As sent to rank 0."""
-        return [self.name, self.dtype, self.whole, self.offset, self.shape]
+        return [str(self.key), self.dtype, self.whole, self.offset, self.shape]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> HeldPiece:
         """As received."""
-        name, dtype, whole, offset, shape = value
-        return cls(name, dtype, tuple(whole), tuple(offset), tuple(shape))
+        key, dtype, whole, offset, shape = value
+        return cls(StateKey.parse(key), dtype, tuple(whole), tuple(offset), tuple(shape))
 
 
-def held_pieces(state: Mapping[str, Tensor]) -> list[HeldPiece]:
-    """What of each tensor this rank holds. A rank that is not on a tensor's mesh holds nothing of it."""
-    pieces = []
-    for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
+def held_pieces(state: Mapping[StateKey, Tensor]) -> list[HeldPiece]:
+    """Return the part of each tensor that this rank holds. A rank that is not on a tensor's mesh holds
+    nothing of it."""
+    pieces, by_text = [], {str(key): tensor for key, tensor in state.items()}
+    for item in create_default_local_save_plan(by_text, is_coordinator=True).items:
         data = item.tensor_data
         assert data is not None, f"{item.index.fqn} is no tensor"
         dtype = str(data.properties.dtype).removeprefix("torch.")
         pieces.append(
             HeldPiece(
-                item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+                StateKey.parse(item.index.fqn),
+                dtype,
+                tuple(data.size),
+                tuple(data.chunk.offsets),
+                tuple(data.chunk.sizes),
             )
         )
     return pieces
@@ -173,37 +179,37 @@ class Written(TypedDict):
 
 
 def _write(
-    where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[str, Tensor]
+    where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[StateKey, Tensor]
 ) -> Written | None:
     """Write this rank's share, of which `numbers` has the values, into one file; None where there is nothing
     to write."""
     if not pieces:
         return None
     with data_file(where, file) as data:
-        starts = [data.append(numbers[piece.name]) for piece in pieces]
+        starts = [data.append(numbers[piece.key]) for piece in pieces]
         size_and_crc = data.size_and_crc()
     return {"file": file, "size_and_crc": size_and_crc, "starts": starts}
 
 
 def _listed(
     shares: Sequence[Sequence[HeldPiece]], written: Sequence[Written | None]
-) -> tuple[dict[str, StoredTensor], Files]:
+) -> tuple[dict[StateKey, StoredTensor], Files]:
     """The list of tensors that the checkpoint holds, and its files, from what every rank has written."""
-    pieces: dict[str, list[TensorPiece]] = defaultdict(list)
-    wholes: dict[str, HeldPiece] = {}
+    pieces: dict[StateKey, list[TensorPiece]] = defaultdict(list)
+    wholes: dict[StateKey, HeldPiece] = {}
     files: Files = {}
     for share, result in zip(shares, written, strict=True):
         if result is None:
             continue
         files[result["file"]] = result["size_and_crc"]
         for piece, start in zip(share, result["starts"], strict=True):
-            wholes[piece.name] = piece
+            wholes[piece.key] = piece
             if 0 not in piece.shape:  # shards past the end of a short dim are empty
-                pieces[piece.name].append(TensorPiece(piece.offset, piece.shape, result["file"], start))
+                pieces[piece.key].append(TensorPiece(piece.offset, piece.shape, result["file"], start))
     tensors = {
-        name: StoredTensor(
-            whole.dtype, whole.whole, tuple(sorted(pieces[name], key=lambda piece: piece.offset))
+        key: StoredTensor(
+            whole.dtype, whole.whole, tuple(sorted(pieces[key], key=lambda piece: piece.offset))
         )
-        for name, whole in sorted(wholes.items())
+        for key, whole in sorted(wholes.items(), key=lambda pair: str(pair[0]))
     }
     return tensors, files

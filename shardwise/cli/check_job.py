@@ -10,25 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.config import Check, Config, Sections
+    from shardwise.drivers.driver import Crew
 
 NEAR = 64
 """Numbers of workers below one that no layout has which are all tried, before powers of two."""
 ROOM = ("run.folder", "checkpoint.folder")
-
-
-@dataclass(frozen=True)
-class Crew:
-    """How many workers a run has: on this machine, and over all of them the fewest and the most."""
-
-    here: int
-    least: int
-    most: int
 
 
 def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
@@ -174,6 +165,7 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether
     there is any."""
     from shardwise.config import layout_is_possible, whole
+    from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
     from shardwise.train.planner import left_to_the_planner
@@ -184,7 +176,7 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     if not layout_is_possible(config.model, config.data, config.train, config.layout):
         return  # `read` names what works instead; more devices would be counted for a layout that cannot be
     named = config.cluster.preset is not None or config.cluster.file is not None
-    plain = config.model.module is None and config.train.driver == "synchronous"
+    plain = config.model.module is None and driver_of(config).lockstep
     if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):
         yield from _no_layout(config, crew)
     elif plain:

@@ -146,11 +146,11 @@ def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
     """The checkpoint to export. What can be refused without torch is, because importing torch takes
     seconds."""
     from shardwise.checkpoint.folder import held_model, read_manifest
-    from shardwise.checkpoint.pretrained import DTYPES, check_empty
+    from shardwise.checkpoint.pretrained import HEADER_DTYPES, check_empty
     from shardwise.config.model_config import to_config
 
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in HEADER_DTYPES:
+        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(HEADER_DTYPES)}")
     check_empty(folder)
     address = newest(checkpoint)
     model = held_model(read_manifest(address), address)

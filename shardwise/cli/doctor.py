@@ -19,12 +19,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from shardwise import __version__
 from shardwise.command_name import command_name
+from shardwise.units import GIB
 
 TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
 _EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb"}
 _CACHE = ".shardwise"
-_GIB = 2**30
 
 State = Literal["good", "optional", "bad"]
 
@@ -70,7 +71,7 @@ def examine() -> list[Finding]:
     """Everything looked at, in the order it is shown."""
     gpus = _gpus()
     return [
-        Finding("shardwise", "good", _version("shardwise") or _source_version()),
+        Finding("shardwise", "good", __version__),
         Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         _torch(gpus),
         Finding("cores", "good", f"{_cores()} usable"),
@@ -157,7 +158,7 @@ def _gpu(gpus: list[Gpu]) -> Finding:
 
 
 def _disk() -> Finding:
-    free = shutil.disk_usage(".").free / _GIB
+    free = shutil.disk_usage(".").free / GIB
     space = f"{free:.1f} GiB free in this folder"
     return (
         Finding("disk", "good", space)
@@ -205,12 +206,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _source_version() -> str:
-    import shardwise
-
-    return shardwise.__version__
-
-
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
@@ -226,7 +221,7 @@ def _memory_gib() -> float:
     total = int(psutil.virtual_memory().total)
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
-    return (min(total, int(text)) if text.isdigit() else total) / _GIB
+    return (min(total, int(text)) if text.isdigit() else total) / GIB
 
 
 def _bad(findings: list[Finding]) -> list[Finding]:

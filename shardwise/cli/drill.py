@@ -67,8 +67,9 @@ def drill(
 def _drill(
     job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None
 ) -> DrillResult:
-    from shardwise.cli.check_job import Crew, checks_of_run
+    from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
+    from shardwise.drivers.driver import Crew
 
     def crew(config: Config) -> Crew:
         return Crew(*[_workers(config, workers)] * 3)

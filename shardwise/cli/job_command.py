@@ -51,11 +51,11 @@ def _mistaken(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
 def _key_of(option: str) -> OurKey | None:
     """The key of a job that an option means, by its name or as --section.key."""
     from shardwise.config.other_names import OurKey, our_key
-    from shardwise.config.schema import SECTIONS
+    from shardwise.config.schema import SECTIONS, keys_of
 
     section, dot, key = option.removeprefix("--").partition(".")
     if not dot:
         return our_key(section)
     if section not in SECTIONS:
         return None
-    return OurKey(f"{section}.{key}") if key in SECTIONS[section].model_fields else our_key(key, section)
+    return OurKey(f"{section}.{key}") if key in keys_of(section) else our_key(key, section)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.config import AXES, RANK_AXES
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
-from shardwise.cost.space import DEGREES, Space
+from shardwise.cost.space import Space
 from shardwise.cost.traffic import flows
-from shardwise.plan.grid import COPIES, RANK_AXES, SHARDS, devices
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.grid import COPIES, SHARDS, devices
+from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import simulate
 from shardwise.search.search import SearchResult
 
@@ -36,7 +38,7 @@ def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
     """Bytes of one step by axis, and whether they stay inside a node."""
     sums: dict[tuple[str, str], int] = {}
     for flow in flows(result.work, winner, device=result.cluster.device_type):
-        if flow.axis not in (SHARDS, COPIES, *DEGREES) or devices(flow.axis, winner)[0] <= 1:
+        if flow.axis not in (SHARDS, COPIES, *AXES) or devices(flow.axis, winner)[0] <= 1:
             continue
         where = "between" if group_of(flow.axis, winner, result.cluster).nodes[0] > 1 else "inside"
         sums[where, flow.axis] = sums.get((where, flow.axis), 0) + int(flow.bytes[0])

@@ -28,12 +28,12 @@ from typing import Any
 
 from shardwise.cli.draw_schedule import COLOURS as ACTION_COLOURS
 from shardwise.cli.draw_schedule import MEANING
+from shardwise.config import AXES, RANK_AXES
 
 CANDIDATES = 20_000
 SPANS = 4_000
 CELLS = 1_024
-AXES = ("pipeline", "replica", "data", "context", "tensor")
-LAYOUT = (*AXES, "expert", "zero", "stages_per_rank", "attention", "offload")
+LAYOUT = (*AXES, "zero", "stages_per_rank", "attention", "offload")
 SETTINGS = ("micro_batch", "accumulation", "schedule", "recompute", "fits", "kind", "mfu")
 
 # Every colour keeps 3:1 against a white and a near-black page; what has one name has one colour all over the
@@ -280,7 +280,7 @@ def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
         ]
     return {
         "nodes_of_a_cell": nodes_of_a_cell,
-        "sizes": {axis: 1 + max((entry[axis] for entry in ordered), default=0) for axis in AXES},
+        "sizes": {axis: 1 + max((entry[axis] for entry in ordered), default=0) for axis in RANK_AXES},
         "cells": [
             [group[0]["node"], group[-1]["node"], group[0]["rank"], group[-1]["rank"], _ranges(group)]
             for group in groups
@@ -289,7 +289,7 @@ def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
 
 
 def _ranges(group: Sequence[Mapping[str, int]]) -> list[list[int]]:
-    return [[min(entry[axis] for entry in group), max(entry[axis] for entry in group)] for axis in AXES]
+    return [[min(entry[axis] for entry in group), max(entry[axis] for entry in group)] for axis in RANK_AXES]
 
 
 def _script_safe(data: Mapping[str, Any]) -> str:

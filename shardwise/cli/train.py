@@ -15,12 +15,12 @@ from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.resilience.stopping import Stopped
 
 if TYPE_CHECKING:
-    from shardwise.cli.check_job import Crew
     from shardwise.config import Config
+    from shardwise.config.parameters import OwnParameters
     from shardwise.data import Dataset
+    from shardwise.drivers.driver import Crew
     from shardwise.mesh import Node, Worker
-    from shardwise.plan import OwnParameters, Plan
-    from shardwise.resilience.team import Bounds
+    from shardwise.plan import Plan
     from shardwise.train.planner import Planner
 
 MOST_WORKERS = 4096
@@ -137,54 +137,41 @@ def _check_data(config: Config) -> Dataset:
 
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
     """How many workers take part, or why it cannot be as it was asked."""
-    from shardwise.cli.check_job import Crew
     from shardwise.config import workers_without_gpus
-    from shardwise.errors import UserError
+    from shardwise.drivers.driver import Crew
+    from shardwise.drivers.registry import driver_of
     from shardwise.mesh import local_gpus
 
-    nodes = node.nodes if node else 1
-    shares_memory = config.train.driver == "hogwild"
-    if shares_memory and nodes > 1:
-        raise UserError(
-            f"train.driver = 'hogwild': workers share the memory of one host, and this run has {nodes}; use "
-            f"'server'"
-        )
+    driver, nodes = driver_of(config), node.nodes if node else 1
+    driver.check_hosts(nodes)
     here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes)
     here = (
         here
-        or (0 if shares_memory else local_gpus())
-        or workers_without_gpus(config.layout)
-        * (config.local.groups if config.train.driver == "local" else 1)
+        or (local_gpus() if driver.workers_use_gpus else 0)
+        or workers_without_gpus(config.layout) * driver.groups(config)
     )
     crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
-    if config.train.driver == "server":
-        _check_servers(config, crew.most, limits)
-    elif node is None and crew.most != here:
-        raise UserError(
-            f"--max-workers {crew.most}: this machine starts {here}, and no other takes part; "
-            "leave it out, or give --workers the same number"
-        )
-    elif crew.least > crew.most:
-        raise UserError(f"--min-workers {crew.least}: more than the {crew.most} workers that there can be")
-    elif crew.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
-        raise UserError(
-            f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a "
-            f"folder"
-        )
+    if driver.has_loose_workers:
+        driver.check_crew(config, crew, limits[0])
+    else:
+        _check_crew(config, crew, other_hosts=node is not None)
     return crew
 
 
-def _check_servers(config: Config, workers: int, limits: Limits) -> None:
+def _check_crew(config: Config, crew: Crew, other_hosts: bool) -> None:
     from shardwise.errors import UserError
 
-    portions = config.server.portions or workers
-    if limits[0] is not None:
-        raise UserError("--min-workers: workers of a parameter server come and go as they like; leave it out")
-    if config.train.global_batch % portions:
+    if not other_hosts and crew.most != crew.here:
         raise UserError(
-            f"train.global_batch = {config.train.global_batch}: does not divide into {portions} portions, "
-            f"one for each worker; "
-            "give server.portions, or another batch"
+            f"--max-workers {crew.most}: this machine starts {crew.here}, and no other takes part; "
+            "leave it out, or give --workers the same number"
+        )
+    if crew.least > crew.most:
+        raise UserError(f"--min-workers {crew.least}: more than the {crew.most} workers that there can be")
+    if crew.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
+        raise UserError(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a "
+            f"folder"
         )
 
 
@@ -192,6 +179,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing
     behind."""
     from shardwise.checkpoint import to_resume
+    from shardwise.drivers.registry import driver_of
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
     from shardwise.plurals import counted
@@ -200,22 +188,20 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.train.launch import launch
 
     to_resume(config)
-    crew, nodes = _crew(config, node, workers, limits), node.nodes if node else 1
+    driver, nodes = driver_of(config), node.nodes if node else 1
+    leads = node is None or node.node_rank == 0
+    config, crew = driver.processes(config, _crew(config, node, workers, limits), first_host=leads)
     slots, bounds = crew.here, Bounds(crew.least, crew.most)
-    if config.train.driver == "server":
-        config, slots, bounds = _with_servers(config, node, crew)
     check_limits(slots)
     _warn(config, slots)
     planner = _planner(config, slots, bounds.most, nodes)
-    if config.train.driver in ("server", "hogwild"):
-        planner = replace(planner, memory_bytes=None)  # in host memory
+    if driver.ranks_on_host:
+        planner = replace(planner, memory_bytes=None)
     _check(planner)
-    if config.train.driver == "hogwild":
-        _check_shared_memory(config, planner.first)
+    driver.check_memory(config, planner.first)
     first_node = (
         FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
     )
-    leads = node is None or node.node_rank == 0
     # The other nodes wait for this file.
     with first_node.report_start_and_failure() if first_node and leads else nullcontext():
         if node is not None and leads and nodes > 1:
@@ -228,16 +214,6 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         )  # the first imports torch, and is heard of seconds later
         data = dataset.content if node is not None else ""  # which other hosts are compared with
         return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
-
-
-def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config, int, Bounds]:
-    """A parameter server and its workers: the servers come on top, on the first node."""
-    from shardwise.resilience.team import Bounds
-
-    servers = config.server.servers
-    portions = config.server.model_copy(update={"portions": config.server.portions or crew.most})
-    slots = crew.here + (servers if node is None or node.node_rank == 0 else 0)
-    return config.model_copy(update={"server": portions}), slots, Bounds(servers, crew.most + servers)
 
 
 def _warn(config: Config, workers: int) -> None:
@@ -300,7 +276,7 @@ def _check(planner: Planner) -> None:
     if planner.config.model.module is not None:
         from shardwise.checkpoint import to_resume
         from shardwise.data import with_data_settings
-        from shardwise.parallel import check_first_values, check_module
+        from shardwise.train.check_module import check_first_values, check_module
 
         check_module(with_data_settings(planner.config), plan.layout)
         for warning in () if to_resume(planner.config) else check_first_values(planner.config):
@@ -311,43 +287,23 @@ def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
     from shardwise.checkpoint import checkpoint_folder
+    from shardwise.drivers.registry import driver_of
     from shardwise.observe.record_files import check_room, check_run_files
-    from shardwise.plan.dtypes import BYTES, state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)
     check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        numbers = plan.groups * plan.state_numbers
-        if config.train.driver == "local":
-            numbers += plan.parameters + (
-                plan.parameters - plan.frozen
-            )  # the anchor, as the model, and its momentum
-        check_room(Path(saved_to), "checkpoint.folder", BYTES[state_dtype(config.train)] * numbers)
-
-
-def _check_shared_memory(config: Config, plan: Plan) -> None:
-    """Refuse weights and moments that do not fit, before the system ends some process for want of memory."""
-    import psutil
-
-    from shardwise.errors import UserError
-    from shardwise.plan.dtypes import BYTES, state_dtype
-
-    needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
-    if needed > free:
-        raise UserError(
-            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's "
-            f"memory, of which "
-            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
-            f"server.servers"
-        )
+        numbers = driver_of(config).saved_numbers(plan)
+        check_room(Path(saved_to), "checkpoint.folder", plan.state_width * numbers)
 
 
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
     """How many workers each node is to have, as far as the command or the layout say."""
+    from shardwise.drivers.registry import driver_of
     from shardwise.errors import UserError
 
-    groups = config.local.groups if config.train.driver == "local" else 1
+    groups = driver_of(config).groups(config)
     total = limits[1] or (groups * config.layout.world if config.layout.data > 0 else None)
     if total is not None and total % nodes:
         raise UserError(
@@ -358,17 +314,18 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
 
 def _parameters(config: Config) -> OwnParameters | None:
     """Only a job with a module of the user's own needs torch before the workers do."""
-    from shardwise.parallel import count_parameters
+    from shardwise.train.check_module import count_parameters
 
     return count_parameters(config)
 
 
 def _be_worker(config: Config, worker: Worker) -> int:
     """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
+    from shardwise.drivers.registry import driver_of
     from shardwise.errors import UserError
     from shardwise.resilience.stopping import CollectSignals, cut_short
 
-    if config.train.driver in ("server", "hogwild"):
+    if driver_of(config).starts_own_processes:
         what = f"train.driver = {config.train.driver!r}"
         raise UserError(
             f"{what}: starts its own processes; run it without torchrun, or as one process a node"

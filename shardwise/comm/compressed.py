@@ -32,10 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.codecs import codec
+from shardwise.codecs import RowCodec
 from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather, exchange
-from shardwise.config.compression import Compression
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,9 @@ class Rows:
 class EncodedSum:
     """Sums along one axis with one codec. Tensors that are summed at once are encoded as one."""
 
-    def __init__(
-        self, comm: Comm, axis: str, group: dist.ProcessGroup, compression: Compression, seed: int
-    ) -> None:
+    def __init__(self, comm: Comm, axis: str, group: dist.ProcessGroup, codec: RowCodec, seed: int) -> None:
         self.comm, self.axis, self.group, self.seed = comm, axis, group, seed
-        self.codec, self.codec_of_sums = codec(compression), codec(compression.of_sums)
+        self.codec, self.codec_of_sums = codec, codec.for_sums()
         self._step, self._calls = 0, 0
 
     def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> Rows:
@@ -105,7 +102,7 @@ class EncodedSum:
         """Rows to their devices. This device's own becomes the sum of all: (1, n)."""
         here, seed = self.group.rank(), self._seed(call, 1, self.group.rank())
         wire = numbers.new_zeros(
-            self.group.size(), self.codec.compression.wire_bytes(numbers.shape[1]), dtype=torch.uint8
+            self.group.size(), self.codec.wire_bytes(numbers.shape[1]), dtype=torch.uint8
         )
         for others in (slice(0, here), slice(here + 1, None)):
             wire[others] = self.codec.encode(numbers[others], seed, take)
@@ -126,6 +123,6 @@ class EncodedSum:
     def _seed(self, call: int, hop: int, sender: int) -> int:
         """Of what is drawn: the same again in a resumed run, other in each step, and for random places the
         same in both hops and everywhere."""
-        who = "all" if self.codec.compression.name == "randomk" else f"{hop}:{sender}"
+        who = "all" if self.codec.same_draws_everywhere else f"{hop}:{sender}"
         text = f"{self.seed}:{self.comm.step}:{call}:{who}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.codecs import MatrixCodec, RowCodec
 from shardwise.comm.comm import Comm
 from shardwise.comm.compressed import EncodedSum, Rows
 from shardwise.comm.gloo import reduce_scatter
-from shardwise.comm.powersgd import LowRankSum
+from shardwise.comm.low_rank import LowRankSum
 from shardwise.config.compression import SumCompression
 
 
@@ -55,11 +56,12 @@ class Compressor:
         self.momentum: Momentum | None = None
         """None: gradients are summed."""
         self.sums: EncodedSum | LowRankSum
-        if settings.how.codec.name == "powersgd":
-            rank = int(settings.how.codec.number)
-            self.sums = LowRankSum(comm, self.label, group, rank, settings.seed, settings.dtype)
+        codec = settings.how.codec
+        if isinstance(codec, MatrixCodec):
+            self.sums = LowRankSum(comm, self.label, group, codec.rank, settings.seed, settings.dtype)
         else:
-            self.sums = EncodedSum(comm, self.label, group, settings.how.codec, settings.seed)
+            assert isinstance(codec, RowCodec), "a codec is of rows or of matrices"
+            self.sums = EncodedSum(comm, self.label, group, codec, settings.seed)
         self.names: set[str] = set()
         """Of the parameters whose gradients it compresses."""
         self._residuals: dict[str, Tensor] = {}

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.codecs import codec
+from shardwise.codecs import RowCodec
 from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather
-from shardwise.config.compression import Compression, WeightGathers
+from shardwise.config.compression import WeightGathers
 from shardwise.models.dtypes import wide
 from shardwise.models.float8 import E4M3, ScaledProduct, cast
 
@@ -47,11 +47,11 @@ class EncodedGather:
         self,
         comm: Comm,
         axis: str,
-        compression: Compression,
+        codec: RowCodec,
         names: frozenset[str],
         pieces: Mapping[str, torch.Size],
     ) -> None:
-        self.comm, self.axis, self.codec = comm, axis, codec(compression)
+        self.comm, self.axis, self.codec = comm, axis, codec
         self.sizes = [shape.numel() for shape in pieces.values()]
         self.large = [name in names for name in pieces]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.codecs import Codec
+from shardwise.codecs import RowCodec
 from shardwise.comm.comm import Comm
 
 
@@ -27,7 +27,7 @@ class SumUnderWay:
         axis: str,
         group: dist.ProcessGroup | None,
         parts: Sequence[Tensor],
-        codec: Codec | None,
+        codec: RowCodec | None,
         seed: int,
         behind: bool,
         same_on: str | None = None,
@@ -99,7 +99,7 @@ class SumUnderWay:
             dist.all_gather(list(arriving), total, group=group)
         return arriving.view(-1)[:numbers]
 
-    def _encoded(self, group: dist.ProcessGroup, codec: Codec) -> Tensor:
+    def _encoded(self, group: dist.ProcessGroup, codec: RowCodec) -> Tensor:
         """Everybody's bytes to everybody, who decode and add them."""
         devices = self._comm.mesh.size(self._axis)
         wires = [codec.encode(part.unsqueeze(0), self._seed)[0] for part in self._parts]

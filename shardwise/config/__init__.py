@@ -1,43 +1,40 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
+from shardwise.config.axes import AXES, MODEL_AXES, RANK_AXES, TOKEN_AXES
 from shardwise.config.check import (
     divisors,
     least_zero,
-    needs_whole_momenta,
-    problems_of_batch,
     problems_of_compression,
 )
-from shardwise.config.layouts import (
+from shardwise.config.dtypes import Precision
+from shardwise.config.layout_rules import (
     BY_OPERATOR,
-    IN_A_V,
-    SPLIT_BACKWARD,
     borrowed,
     can_borrow,
     context_attention,
+    sequence_multiple,
+    with_nearby_that_divides,
+)
+from shardwise.config.layouts import (
     fewest_devices,
     layout_is_possible,
     nearest_layout,
     nearest_to,
     problems_of_layout,
-    sequence_multiple,
-    stages_on_a_rank,
-    with_nearby_that_divides,
     workers_without_gpus,
 )
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
+from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
 from shardwise.config.schema import (
-    AXES,
     Checkpoint,
     ClusterSection,
     Config,
     Data,
     Device,
     Layout,
-    Local,
     Model,
     Observe,
-    Precision,
     Recompute,
     Recovery,
     Run,
@@ -49,9 +46,11 @@ from shardwise.config.write import to_toml
 __all__ = [
     "AXES",
     "BY_OPERATOR",
-    "IN_A_V",
+    "MODEL_AXES",
     "PRESETS",
-    "SPLIT_BACKWARD",
+    "RANK_AXES",
+    "SCHEDULES",
+    "TOKEN_AXES",
     "Check",
     "Checkpoint",
     "ClusterSection",
@@ -59,7 +58,6 @@ __all__ = [
     "Data",
     "Device",
     "Layout",
-    "Local",
     "Model",
     "Observe",
     "Origins",
@@ -80,14 +78,13 @@ __all__ = [
     "least_zero",
     "nearest_layout",
     "nearest_to",
-    "needs_whole_momenta",
-    "problems_of_batch",
     "problems_of_compression",
     "problems_of_layout",
     "read",
     "read_with_origins",
     "sequence_multiple",
-    "stages_on_a_rank",
+    "splits_backward",
+    "stages_per_rank",
     "to_toml",
     "whole",
     "with_nearby_that_divides",

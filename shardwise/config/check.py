@@ -6,23 +6,18 @@ Each rule returns the problems it finds, in the user's words: the key, what was 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, TypeVar
 
-from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
-from shardwise.config.schema import (
-    ClusterSection,
-    Data,
-    Hogwild,
-    Layout,
-    Local,
-    Model,
-    Recovery,
-    Section,
-    Server,
-    Train,
-)
+from shardwise.codecs import parse_codec, weight_codecs
+from shardwise.config import no_effect
+from shardwise.config.compression import AUTO, SumCompression
+from shardwise.config.parameters import count
+from shardwise.config.schema import ClusterSection, Data, Layout, Model, Train
+from shardwise.drivers.registry import DRIVERS, driver_named
+from shardwise.optimizers import Optimizer
+from shardwise.section import Section
 
 MOST_WEIGHTS = 10**15
 T = TypeVar("T")
@@ -38,11 +33,27 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
     A rule names the tables that it needs as its parameters, and is left out where one of them is not there.
     """
     problems: list[str] = []
-    for rule in RULES:
+    for rule in (*RULES, *_rules_of_driver(sections)):
         needed = [sections.get(name) for name in signature(rule).parameters]
         if None not in needed:
             problems += found_by(rule, *needed)
-    return problems
+    return problems + list(found_by(_unused_tables, sections))
+
+
+def _rules_of_driver(sections: Mapping[str, Section]) -> tuple[Callable[..., Iterator[str]], ...]:
+    """The rules of the driver that the job asks for; none where that name is wrong."""
+    train = sections.get("train")
+    return driver_named(train.driver).rules if isinstance(train, Train) and "driver" in train.__dict__ else ()
+
+
+def _unused_tables(sections: Mapping[str, Section]) -> Iterator[str]:
+    """Settings of drivers that the job does not ask for."""
+    train = sections.get("train")
+    if not isinstance(train, Train):
+        return
+    unused = DRIVERS.keys() - {train.driver}
+    for name in [name for name in DRIVERS if name in unused and name in sections]:
+        yield from no_effect.settings_of_driver(name, sections[name])
 
 
 def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
@@ -95,18 +106,7 @@ def _float8_module(model: Model, train: Train) -> Iterator[str]:
         )
 
 
-def _leave_out(what: str, section: str, table: Section, names: Sequence[str], why: str = "") -> Iterator[str]:
-    """The problem that some of these keys were given, where this driver has no use for them."""
-    given = [
-        f"{section}.{name}"
-        for name in names
-        if getattr(table, name) != type(table).model_fields[name].default
-    ]
-    if given:
-        yield f"{what}: leave {' and '.join(given)} out{why}"
-
-
-def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
+def _float8_on_the_wire(train: Train, layout: Layout, optimizer: Optimizer) -> Iterator[str]:
     if train.precision != "float8":
         return
     if layout.weight_compression:
@@ -115,8 +115,8 @@ def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
             f"weights are gathered in "
             "8 bits already; leave it out"
         )
-    sums, momentum = SumCompression.of(layout), train.optimizer == "1bit-adam"
-    asked = "train.optimizer" if momentum else "layout.compression"
+    sums, momentum = SumCompression.of(layout), optimizer.summed_momentum is not None
+    asked = "optimizer.name" if momentum else "layout.compression"
     feedback = layout.compression == AUTO or (sums is not None and sums.feedback)
     if train.float8_scaling == "delayed" and (feedback or momentum):
         yield (
@@ -139,33 +139,16 @@ def _head_dim(model: Model) -> Iterator[str]:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
 
 
-def _window(model: Model) -> Iterator[str]:
-    if model.window is None and model.window_layers != "all":
-        yield (
-            f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, "
-            f"or leave both out"
-        )
-
-
 def _size(model: Model) -> Iterator[str]:
-    if (weights := _weights(model)) > MOST_WEIGHTS:
+    if (weights := count(model)) > MOST_WEIGHTS:
         yield (
             f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less "
             f"of another size"
         )
 
 
-def _weights(model: Model) -> int:
-    """About as many as the model has: its matrices."""
-    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
-    ffn = (model.experts + model.shared_experts) * model.expert_width if model.experts else model.ffn
-    return model.hidden * (
-        model.vocabulary + model.max_positions * (model.positions == "learned")
-    ) + model.layers * (model.hidden * (attention + 3 * ffn))
-
-
 def _experts(model: Model) -> Iterator[str]:
-    yield from _mixture(model) if model.experts else _dense(model)
+    yield from _mixture(model) if model.experts else no_effect.expert_settings(model)
 
 
 def _mixture(model: Model) -> Iterator[str]:
@@ -188,22 +171,6 @@ def _mixture(model: Model) -> Iterator[str]:
         )
     if model.bias is True:
         yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
-
-
-def _dense(model: Model) -> Iterator[str]:
-    fields = (
-        "experts_per_token",
-        "expert_ffn",
-        "shared_experts",
-        "balance_loss",
-        "balance_bias",
-        "router_z_loss",
-    )
-    for name in fields:
-        if value := getattr(model, name):
-            yield (
-                f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
-            )
 
 
 def _data(data: Data) -> Iterator[str]:
@@ -238,18 +205,6 @@ def _state_dtype(train: Train) -> Iterator[str]:
         )
 
 
-def _float8_settings(train: Train) -> Iterator[str]:
-    own = ("float8_scaling", "float8_head", "float8_leave_out")
-    given = [name for name in own if getattr(train, name) != Train.model_fields[name].default]
-    if given and train.precision != "float8":
-        yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
-
-
-def _betas(train: Train) -> Iterator[str]:
-    if not all(0 <= beta < 1 for beta in train.betas):
-        yield f"train.betas = {list(train.betas)}: both must be at least 0 and below 1"
-
-
 def _open_data(layout: Layout) -> Iterator[str]:
     if layout.data == 0:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
@@ -267,10 +222,10 @@ def _gathers(layout: Layout) -> Iterator[str]:
                 "layout.weight_compression: with layout.zero = 0 no weights are gathered; use zero = 1, 2 or "
                 "3, or leave it out"
             )
-        if layout.weight_compression not in WEIGHT_CODECS:
+        if layout.weight_compression not in weight_codecs():
             yield (
                 f"layout.weight_compression = {layout.weight_compression!r}: weights may be "
-                f"{', '.join(WEIGHT_CODECS)}"
+                f"{', '.join(weight_codecs())}"
             )
     if layout.backward_shards is not None and layout.zero not in (3, None):
         what = f"layout.backward_shards = {layout.backward_shards}"
@@ -287,14 +242,9 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
     if layout.compression == AUTO:
         return
     if layout.compression is None:
-        for name in SETTINGS:
-            if (value := getattr(layout, name)) != Layout.model_fields[name].default:
-                yield (
-                    f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or "
-                    f"name a codec"
-                )
+        yield from no_effect.compression_settings(layout)
         return
-    compression = Compression.parse(layout.compression)
+    codec = parse_codec(layout.compression)
     if layout.compression_axes == "replica" and layout.replica == 1:
         yield (
             "layout.compression_axes = 'replica': there is one replica; give layout.replica, or compress "
@@ -306,13 +256,13 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
             "layout.zero = 1, 2 or "
             "3, or compress over 'all' axes"
         )
-    if layout.error_feedback and not compression.shrinks:
+    if layout.error_feedback and not codec.shrinks_errors:
         yield (
-            f"layout.error_feedback = true: {compression}'s errors are larger than the gradient, so what is "
+            f"layout.error_feedback = true: {codec}'s errors are larger than the gradient, so what is "
             f"left out would grow "
             "without end; leave it out: they average out over steps"
         )
-    if compression.name == "powersgd" and layout.tensor * layout.expert > 1:
+    if codec.whole_matrices and layout.tensor * layout.expert > 1:
         yield (
             f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = "
             f"{layout.tensor}, "
@@ -320,158 +270,8 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
         )
 
 
-def needs_whole_momenta(train: Train, layout: Layout) -> bool:
-    """Whether 1-bit Adam compresses sums over devices that would share momenta: then layout.zero is 0."""
-    return train.optimizer == "1bit-adam" and layout.compression_axes == "all"
-
-
-def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
-    what = "train.optimizer = '1bit-adam'"
-    if train.optimizer != "1bit-adam":
-        return
-    if layout.compression is None:
-        yield f"{what}: has no effect without layout.compression; name a codec, 'sign' say, or leave it out"
-        return
-    if layout.compression_warmup == 0:
-        settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
-        yield (
-            f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before "
-            f"it is kept; "
-            f"{settles} say"
-        )
-    if (zero := layout.zero or least_zero(layout)) and needs_whole_momenta(train, layout):
-        yield (
-            f"{what}: needs whole momenta where they are compressed, and layout.zero = {zero} shards them; "
-            f"use layout.zero = 0 "
-            "without weight_compression and backward_shards, or layout.compression_axes = 'replica'"
-        )
-    if train.state_dtype == "bfloat16":
-        yield f"{what}: keeps float32 states; leave train.state_dtype out"
-
-
-def _server(train: Train, server: Server) -> Iterator[str]:
-    if train.driver != "server":
-        yield from _without_driver("server", server)
-        return
-    if server.damping and server.max_staleness == 0:
-        yield (
-            "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave "
-            "it out"
-        )
-
-
-def _portions(train: Train, server: Server) -> Iterator[str]:
-    if train.driver == "server" and server.portions and train.global_batch % server.portions:
-        yield (
-            f"server.portions = {server.portions}: does not divide train.global_batch = "
-            f"{train.global_batch}; "
-            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
-        )
-
-
-def _local(train: Train, local: Local) -> Iterator[str]:
-    if train.driver != "local":
-        yield from _without_driver("local", local)
-        return
-    if train.global_batch % local.groups:
-        yield (
-            f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; "
-            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
-        )
-    if local.steps % local.fragments:
-        yield (
-            f"local.fragments = {local.fragments}: does not divide local.steps = {local.steps}; "
-            f"use one of {', '.join(map(str, divisors(local.steps)))}"
-        )
-    elif local.overlap >= local.steps // local.fragments:
-        yield (
-            f"local.overlap = {local.overlap}: an exchange has to be over before the next begins, after "
-            f"{local.steps // local.fragments} steps; use at most {local.steps // local.fragments - 1}"
-        )
-
-
-def _train_of_groups(train: Train) -> Iterator[str]:
-    what = "train.driver = 'local'"
-    if train.driver != "local":
-        return
-    if train.precision == "float16":
-        yield (
-            f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or "
-            f"float32"
-        )
-    if train.state_dtype == "bfloat16":
-        yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
-    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
-
-
-def _layout_of_groups(train: Train, layout: Layout) -> Iterator[str]:
-    what = "train.driver = 'local'"
-    if train.driver != "local":
-        return
-    if layout.offload:
-        yield f"{what}: groups exchange what is on the devices; leave layout.offload out"
-    exchanged = "; what groups exchange is local.compression"
-    yield from _leave_out(what, "layout", layout, ("compression", "weight_compression"), exchanged)
-
-
-def _hogwild(train: Train, hogwild: Hogwild) -> Iterator[str]:
-    if train.driver != "hogwild":
-        yield from _without_driver("hogwild", hogwild)
-
-
-def _without_driver(driver: str, section: Section) -> Iterator[str]:
-    fields = type(section).model_fields
-    for name in [name for name, value in section.__dict__.items() if value != fields[name].default]:
-        yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
-
-
-def _copies(train: Train, recovery: Recovery) -> Iterator[str]:
-    why = {"local": "whose groups differ", "hogwild": "whose workers have one memory"}
-    if recovery.copies and train.driver in why:
-        yield f"recovery.copies: not with train.driver = {train.driver!r}, {why[train.driver]}; leave it out"
-
-
-WHOLE_MODELS = ("server", "hogwild")
-"""Drivers whose workers are one device each: for a parameter server, or in shared memory."""
-
-
-def _whole_models(train: Train, layout: Layout) -> Iterator[str]:
-    if train.driver not in WHOLE_MODELS:
-        return
-    what = f"train.driver = {train.driver!r}"
-    usual = {name for name, value in layout.__dict__.items() if value == Layout.model_fields[name].default}
-    usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
-    if given := sorted(layout.model_fields_set - usual - {"data"}):
-        yield (
-            f"{what}: each of layout.data workers has a whole model; leave "
-            f"layout.{', layout.'.join(given)} out"
-        )
-
-
-def _train_of_whole_models(train: Train) -> Iterator[str]:
-    if train.driver not in WHOLE_MODELS:
-        return
-    what = f"train.driver = {train.driver!r}"
-    if train.precision == "float16":
-        yield (
-            f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or "
-            f"float32"
-        )
-    if train.precision == "float8":
-        yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"
-    if train.driver == "hogwild" and train.state_dtype == "bfloat16":
-        yield (
-            f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
-        )
-    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
-
-
-def _dense_models(model: Model, train: Train) -> Iterator[str]:
-    if train.driver in WHOLE_MODELS and model.experts:
-        yield (
-            f"train.driver = {train.driver!r}: not with experts, whose loads are known to single "
-            f"workers alone"
-        )
+def _optimizer(optimizer: Optimizer, train: Train, layout: Layout) -> Iterator[str]:
+    yield from optimizer.problems(train, layout, layout.zero or least_zero(layout))
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:
@@ -483,25 +283,6 @@ def _positions(model: Model, data: Data) -> Iterator[str]:
             f"data.sequence_length = {data.sequence_length}: longer than model.max_positions = "
             f"{model.max_positions}; "
             f"shorten the sequence{or_raise}"
-        )
-
-
-def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
-    """The batch must split evenly over the data-parallel devices and into micro-batches."""
-    size = layout.data_parallel
-    if train.global_batch % size:
-        multiple = size * (train.micro_batch or 1)
-        yield (
-            f"train.global_batch = {train.global_batch}: does not divide over {size} data-parallel devices "
-            f"(replica {layout.replica} x data {layout.data}); use "
-            f"{nearest_multiples(train.global_batch, multiple)}"
-        )
-    elif train.micro_batch and (train.global_batch // size) % train.micro_batch:
-        share = train.global_batch // size
-        yield (
-            f"train.micro_batch = {train.micro_batch}: does not divide a device's share of {share} "
-            f"sequences; "
-            f"use one of {', '.join(map(str, divisors(share)))}"
         )
 
 
@@ -522,29 +303,18 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _one_source,
     _heads,
     _head_dim,
-    _window,
+    no_effect.window_settings,
     _size,
     _experts,
     _data,
     _recompute,
     _state_dtype,
-    _float8_settings,
-    _betas,
+    no_effect.float8_settings,
     _open_data,
     _offload,
     problems_of_compression,
     _gathers,
-    _one_bit_adam,
-    _server,
-    _portions,
-    _local,
-    _train_of_groups,
-    _layout_of_groups,
-    _hogwild,
-    _whole_models,
-    _train_of_whole_models,
-    _dense_models,
-    _copies,
+    _optimizer,
     _one_cluster,
     _positions,
     _float8_on_the_wire,

@@ -4,10 +4,10 @@ that mean the same.
 Hugging Face has a class for each family, we have one transformer with a few choices, so a family is
 
 - `fields`: our keys and theirs of the same value;
-- `fixed` and `demands`: the choices that make the family, in our words and in theirs.
+- `fixed` and `demands`: the choices that make the family, in our words and in theirs;
+- `tensors`: the names of the tensors in its folders, and ours with the same numbers.
 
-Which of our tensors is which of theirs is in checkpoint/families.py, because that needs torch, and a job is
-read without.
+Nothing here needs torch, because a job is read without it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from shardwise.config.family_tensors import (
+    GEMMA2_TENSORS,
+    GPT2_TENSORS,
+    LLAMA_TENSORS,
+    MIXTRAL_TENSORS,
+    QWEN3_MOE_TENSORS,
+    FamilyTensors,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Family:
     have one."""
     rope_theta: float = 10000.0
     """What a missing one means."""
+    tensors: FamilyTensors = LLAMA_TENSORS
 
 
 def _without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -152,6 +162,7 @@ GEMMA2 = Family(
         "logit_softcap": ("final_logit_softcapping", 30.0),
     },
     layer_types=lambda config, layers: [FULL if layer % 2 else SLIDING for layer in range(layers)],
+    tensors=GEMMA2_TENSORS,
 )
 GPT2 = Family(
     model_type="gpt2",
@@ -182,6 +193,7 @@ GPT2 = Family(
         "add_cross_attention": (False,),
     },
     defaults={"ffn": lambda config: 4 * config["n_embd"], "tied": lambda config: True},
+    tensors=GPT2_TENSORS,
 )
 MIXTRAL = Family(
     model_type="mixtral",
@@ -191,6 +203,7 @@ MIXTRAL = Family(
     demands=_SILU,
     defaults=_DEFAULTS,
     rope_theta=1e6,
+    tensors=MIXTRAL_TENSORS,
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -210,6 +223,7 @@ QWEN3_MOE = Family(
         "mlp_only_layers": ([],),
     },
     defaults={**_DEFAULTS, "normalise_routing": lambda config: False},
+    tensors=QWEN3_MOE_TENSORS,
 )
 FAMILIES = {
     family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GPT2, MIXTRAL, QWEN3_MOE)

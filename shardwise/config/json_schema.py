@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import PLANNED_LAYOUTS
 from shardwise.config.schema import SPELLINGS, Config
+from shardwise.optimizers import BUILT_IN, DEFAULT
 
 
 def job_schema() -> dict[str, Any]:
@@ -22,6 +23,7 @@ def job_schema() -> dict[str, Any]:
         keys |= {
             other: {**keys[ours], "title": f"Another name of {ours}"} for other, ours in spellings.items()
         }
+    definitions["Optimizer"] = _optimizers()
     definitions["Train"]["properties"]["clip"]["anyOf"].append({"const": False})
     definitions["Model"]["properties"]["preset"]["examples"] = list(PRESETS)
     layout = schema["properties"]["layout"]
@@ -34,6 +36,20 @@ def job_schema() -> dict[str, Any]:
         **_without_null(schema),
         "title": "shardwise job",
     }
+
+
+def _optimizers() -> dict[str, Any]:
+    """Any of our optimizers with its own keys, or one of another package, whose keys only that knows."""
+    ours = {name: kind.model_json_schema() for name, kind in BUILT_IN.items()}
+    for name, schema in ours.items():
+        schema["required"] = [] if name == DEFAULT else ["name"]
+    another = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "not": {"enum": list(ours)}}},
+        "required": ["name"],
+        "title": "An optimizer of another package",
+    }
+    return {"anyOf": [*ours.values(), another]}
 
 
 def _without_null(part: Any) -> Any:

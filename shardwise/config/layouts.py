@@ -1,30 +1,35 @@
-"""Which layouts a model and its data allow, and the nearest one that works when asked for another.
+"""What to write instead of a layout that cannot be: the values that work, and the nearest layout that does.
 
-A layout is refused here, before any worker starts, only where devices could not share the work evenly or at
-all. Everything else may be combined: any product of the axes, with any ZeRO stage, schedule, precision and
-recomputation.
+The rules themselves are in `config/layout_rules.py`. A layout that breaks one is refused before any worker
+starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
-from math import lcm, log2, prod
-from typing import Any, Literal, NamedTuple
+from math import log2
+from typing import NamedTuple
 
-from shardwise.config.check import divisors, found_by, nearest_multiples, problems_of_batch
+from shardwise.config.axes import MODEL_AXES
+from shardwise.config.check import divisors, found_by
+from shardwise.config.layout_rules import (
+    BATCH,
+    RULES,
+    SEQUENCE,
+    TENSOR,
+    JobTables,
+    Rule,
+    broken_rules,
+    cut_fits,
+    first_broken,
+    ring_can_all,
+)
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.config.schema import Data, Layout, Model, Train
 
-SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
-"""Schedules that compute the gradients of inputs and of weights apart."""
-BY_OPERATOR = ("selective", "all-but-attention")
-"""Recomputation that keeps what some operators put out, and allows one pass backward."""
-IN_A_V = ("zbv", "dualpipev")
-"""Schedules with two stages a device: the model goes down the devices and comes back."""
 MOST_TRIED = 100_000
 """Layouts that are looked at for the nearest one: a few seconds of them."""
-BORROWED_FROM = ("tensor", "context", "data")
-"""Axes whose devices hold the experts, in the order in which they are taken."""
 
 
 class Broken(NamedTuple):
@@ -33,8 +38,11 @@ class Broken(NamedTuple):
     problem: str
     fields: tuple[str, ...] = ()
     """Degrees of the layout of which another value may help, the likeliest first."""
-    has_advice: bool = False
-    """Whether the problem ends with advice already, so that the values are a second way."""
+
+    @property
+    def has_advice(self) -> bool:
+        """Whether the problem ends with advice already, so that other values are a second way."""
+        return "; use " in self.problem
 
 
 def problems_of_layout(
@@ -45,12 +53,11 @@ def problems_of_layout(
     The last one also names the nearest layout that works, on `devices` where that number is known. Rules
     about the data-parallel devices are checked once layout.data is a number.
     """
-    broken, batch = list(_rules(model, data, train, layout)), list(found_by(_batch, train, layout))
+    job = JobTables(model, data, train, layout)
+    broken, batch = list(_broken(job)), [problem for _, problem in found_by(first_broken, BATCH, job)]
     problems = [rule.problem for rule in broken]
-    if broken and all(section.is_whole for section in (model, data, train, layout)):
-        problems = [
-            rule.problem + _values(model, data, train, layout, rule, broken, devices) for rule in broken
-        ]
+    if broken and all(section.is_whole for section in job):
+        problems = [rule.problem + _values(job, rule, broken, devices) for rule in broken]
         if nearest := nearest_layout(model, data, train, layout, devices):
             problems[-1] += f"\n  the nearest layout that works: {nearest}"
     return [*batch, *problems]
@@ -58,34 +65,31 @@ def problems_of_layout(
 
 def layout_is_possible(model: Model, data: Data, train: Train, layout: Layout) -> bool:
     """Whether the layout breaks no rule."""
-    return next(_rules(model, data, train, layout), None) is None
+    job = JobTables(model, data, train, layout)
+    return not any(rule.is_broken(job, layout) for rules in RULES for rule in rules)
 
 
-def _rules(model: Model, data: Data, train: Train, layout: Layout) -> Iterator[Broken]:
-    yield from found_by(_tensor, model, layout)
-    yield from found_by(_sequence, model, data, layout)
-    yield from found_by(_pipeline, model, layout)
-    yield from found_by(_recompute, train, layout)
-    yield from found_by(_shares, train, layout)
-    yield from found_by(_expert, model, layout)
-    yield from found_by(problems_of_nearby, layout)
+def _broken(job: JobTables) -> Iterator[Broken]:
+    """The rules that the job's layout breaks. Where `tensor` is refused, the sequence is checked without a
+    tensor axis: it has to divide by another number, once that is mended."""
+    refused: list[Rule] = []
+    for rules in RULES:
+        checked = job
+        if rules is SEQUENCE and any(rule in TENSOR for rule in refused):
+            checked = job._replace(layout=job.layout.model_copy(update={"tensor": 1}))
+        for rule, problem in found_by(first_broken, rules, checked):
+            refused.append(rule)
+            yield Broken(problem, tuple(field for field in rule.fields if getattr(checked.layout, field) > 1))
 
 
-def _values(
-    model: Model,
-    data: Data,
-    train: Train,
-    layout: Layout,
-    rule: Broken,
-    broken: Sequence[Broken],
-    devices: int | None,
-) -> str:
+def _values(job: JobTables, rule: Broken, broken: Sequence[Broken], devices: int | None) -> str:
     """The end of a message: for the first degree that can be changed, all values with which no rule is
     broken.
 
     Other degrees that are refused too are taken as 1, since they have to change as well.
     """
     others = {field: 1 for other in broken for field in other.fields[:1]}
+    model, data, train, layout = job
     for field in rule.fields:
         relaxed = layout.model_copy(
             update={name: one for name, one in others.items() if name not in rule.fields}
@@ -131,61 +135,6 @@ def _in_words(values: Sequence[int]) -> str:
     return f"one of {', '.join(map(str, values))}" if len(values) > 2 else " or ".join(map(str, values))
 
 
-def problems_of_nearby(layout: Layout) -> Iterator[Broken]:
-    """What keeps neighbours from holding a copy of the weights among them for backward."""
-    if layout.backward_shards is None:
-        return
-    what = f"layout.backward_shards = {layout.backward_shards}"
-    if layout.pipeline * layout.expert > 1:
-        yield Broken(f"{what}: not with pipeline or expert axes; leave it out")
-    elif layout.data > 0 and layout.shards % layout.backward_shards:
-        problem = (
-            f"{what}: does not divide the {layout.shards} devices that share the weights (data x context)"
-        )
-        yield Broken(problem, ("backward_shards",))
-
-
-def with_nearby_that_divides(layout: Layout, data: int) -> Layout:
-    """The layout with as many neighbours, of those asked for, as divide the devices that share the weights on
-    this data axis."""
-    if layout.backward_shards is None or data < 1:
-        return layout
-    sizes = [size for size in divisors(data * layout.context) if size <= layout.backward_shards]
-    return layout.model_copy(update={"backward_shards": max(sizes)})
-
-
-def _batch(train: Train, layout: Layout) -> list[str]:
-    return list(problems_of_batch(train, layout)) if layout.data > 0 else []
-
-
-def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
-    """How `context` devices attend: as asked; or Ulysses where query heads and key heads divide over them,
-    else the ring. Of a model that the ring may not do, key heads need not divide: they are repeated."""
-    if layout.attention != "auto":
-        return layout.attention
-    heads, kv_heads = model.heads // layout.tensor, max(1, model.kv_heads // layout.tensor)
-    both = heads % layout.context == 0 and (kv_heads % layout.context == 0 or not _ring_can_all(model))
-    return "ulysses" if both else "ring"
-
-
-def _ring_can_all(model: Model) -> bool:
-    return model.window is None and model.attention_softcap is None
-
-
-def ring_lacks(model: Model, sequence_length: int) -> str | None:
-    """What of a model's attention a ring cannot do, as the user wrote it; None: it can do all."""
-    if model.attention_softcap is not None:
-        return f"model.attention_softcap = {model.attention_softcap:g}"
-    if any(model.sees(layer, sequence_length) < sequence_length for layer in range(min(2, model.layers))):
-        return f"model.window = {model.window}"
-    return None
-
-
-def stages_on_a_rank(layout: Layout) -> int:
-    """Pipeline stages that a device holds."""
-    return layout.stages_per_rank or (2 if layout.schedule in (*IN_A_V, "interleaved") else 1)
-
-
 def fewest_devices(layout: Layout) -> int:
     """How many devices a layout with an open data axis needs at least: those of the other axes, and enough
     for the experts."""
@@ -200,161 +149,6 @@ def workers_without_gpus(layout: Layout) -> int:
     """
     asked = "data" in layout.model_fields_set and layout.fixed == 1
     return max(fewest_devices(layout), 2 if asked else 1)
-
-
-def sequence_multiple(model: Model, layout: Layout) -> int:
-    """What the length of a sequence must be a multiple of: each context device has one chunk of it, or two in
-    a ring, and the tensor devices share a context device's tokens."""
-    if layout.context == 1:
-        return layout.tensor
-    chunks = 2 if context_attention(model, layout) == "ring" else 1
-    return layout.context * lcm(layout.tensor, chunks)
-
-
-def _tensor(model: Model, layout: Layout) -> Iterator[Broken]:
-    what, tensor = f"layout.tensor = {layout.tensor}", layout.tensor
-    if model.heads % tensor:
-        yield Broken(
-            f"{what}: does not divide model.heads = {model.heads}, and heads stay whole", ("tensor",)
-        )
-    elif model.kv_heads % tensor and tensor % model.kv_heads:
-        yield Broken(
-            f"{what}: {model.kv_heads} key heads can neither be split nor repeated evenly over it; one must "
-            f"divide the other",
-            ("tensor",),
-        )
-    elif model.vocabulary < tensor:
-        yield Broken(f"{what}: more than model.vocabulary = {model.vocabulary}", ("tensor",))
-
-
-def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[Broken]:
-    if list(_tensor(model, layout)):
-        layout = layout.model_copy(
-            update={"tensor": 1}
-        )  # the sequence must divide by another number, once that is mended
-    heads, length = model.heads // layout.tensor, data.sequence_length
-    if layout.context > 1 and layout.attention == "ulysses" and heads % layout.context:
-        ring = layout.model_copy(update={"attention": "ring"})
-        advice = (
-            "; use 'ring', which works with any number of heads"
-            if not list(_sequence(model, data, ring))
-            else ""
-        )
-        yield Broken(
-            f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context "
-            f"{layout.context}{advice}",
-            ("context",),
-            has_advice=bool(advice),
-        )
-        return
-    lacks = ring_lacks(model, length)
-    if lacks and layout.context > 1 and context_attention(model, layout) == "ring":
-        yield Broken(
-            f"layout.context = {layout.context}: passing keys around a ring cannot keep to {lacks}; use "
-            f"layout.attention = "
-            f"'ulysses', and as many context devices as divide the {heads} heads of a tensor device",
-            ("context",),
-            has_advice=True,
-        )
-        return
-    multiple = sequence_multiple(model, layout)
-    if length % multiple:
-        axes = " x ".join(
-            f"{axis} {getattr(layout, axis)}" for axis in ("context", "tensor") if getattr(layout, axis) > 1
-        )
-        nearest = nearest_multiples(length, multiple, model.max_positions)
-        yield Broken(
-            f"data.sequence_length = {length}: {axes} devices share a sequence, in parts of equal length; "
-            f"use a multiple of "
-            f"{multiple}, such as {nearest}",
-            ("context", "tensor") if layout.context > 1 else ("tensor",),
-            has_advice=True,
-        )
-
-
-def _pipeline(model: Model, layout: Layout) -> Iterator[Broken]:
-    stages = layout.pipeline * stages_on_a_rank(layout)
-    fixed = 2 if layout.schedule in IN_A_V else 1
-    if layout.schedule != "interleaved" and layout.stages_per_rank not in (None, fixed):
-        yield Broken(
-            f"layout.stages_per_rank = {layout.stages_per_rank}: {layout.schedule} has {fixed} a device; "
-            f"leave it out, or use "
-            "layout.schedule = 'interleaved'"
-        )
-    elif layout.pipeline > 1 and stages > model.layers:
-        yield Broken(
-            f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of "
-            f"at least one block, "
-            f"and model.layers = {model.layers} makes at most {model.layers} stages",
-            ("pipeline",),
-        )
-    elif (
-        layout.pipeline > 1
-        and layout.stages
-        and (len(layout.stages), sum(layout.stages)) != (stages, model.layers)
-    ):
-        yield Broken(
-            f"layout.stages = {list(layout.stages)}: give {stages} numbers that add up to model.layers = "
-            f"{model.layers}, "
-            "or leave it out"
-        )
-
-
-def _recompute(train: Train, layout: Layout) -> Iterator[Broken]:
-    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in BY_OPERATOR:
-        yield Broken(
-            f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, "
-            f"and recomputation "
-            "by operators allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
-        )
-
-
-def _shares(train: Train, layout: Layout) -> Iterator[Broken]:
-    if train.shares == "by speed" and layout.pipeline > 1:
-        yield Broken(
-            f"train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send "
-            f"each other messages "
-            "of one size; use train.shares = 'even', or another axis"
-        )
-
-
-def _expert(model: Model, layout: Layout) -> Iterator[Broken]:
-    if layout.expert == 1:
-        return
-    what = f"layout.expert = {layout.expert}"
-    if not model.experts:
-        yield Broken(f"{what}: the model has no experts; use layout.data or layout.tensor")
-    elif model.experts % layout.expert:
-        yield Broken(f"{what}: does not divide model.experts = {model.experts}", ("expert",))
-    elif layout.data > 0 and not can_borrow(layout):
-        yield Broken(
-            f"{what}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then data "
-            f"{layout.data}, whole "
-            "axes first, and cannot be made of these",
-            ("expert",),
-        )
-
-
-def can_borrow(layout: Layout) -> bool:
-    """Whether the expert axis can be made of whole axes, innermost first, and a part of the next."""
-    taken = borrowed(layout)
-    return prod(taken.values()) == layout.expert and all(
-        getattr(layout, axis) % share == 0 for axis, share in taken.items()
-    )
-
-
-def borrowed(degrees: Any) -> dict[str, Any]:
-    """How many devices the expert axis borrows from each axis, innermost first: all of them, or what is still
-    needed.
-
-    Written for the ints of a Layout and the arrays of the cost model's Space alike.
-    """
-    needed, taken = degrees.expert, {}
-    for axis in BORROWED_FROM:
-        size = getattr(degrees, axis)
-        taken[axis] = needed + (needed % size == 0) * (size - needed)
-        needed = needed // taken[axis]
-    return taken
 
 
 def nearest_layout(
@@ -380,7 +174,8 @@ def nearest_to(
     works = [
         other
         for other in others
-        if layout_is_possible(model, data, train, other) and not _batch(train, other)
+        if layout_is_possible(model, data, train, other)
+        and not any(broken_rules(BATCH, JobTables(model, data, train, other)))
     ]
     return min(works, key=lambda other: _distance(layout, other), default=None)
 
@@ -390,9 +185,9 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
     powers = {2**power for power in range(11)} | {layout.tensor, layout.context, layout.pipeline}
     degrees = divisors(world) if world else sorted(powers)
     experts = divisors(model.experts) if model.experts else [1]
-    open_ = layout.attention == "ulysses" or not _ring_can_all(model)
+    open_ = layout.attention == "ulysses" or not ring_can_all(model)
     attentions = {layout.attention, "auto" if open_ else layout.attention}
-    schedules = {(layout.schedule, layout.stages_per_rank), ("1f1b", None)}
+    schedules = {(layout.schedule, layout.stages_per_rank), (DEFAULT_SCHEDULE, None)}
     for pipeline, context, tensor in _triples(degrees, world // layout.replica if world else 0):
         fixed = pipeline * context * tensor * layout.replica
         if world and world % fixed:
@@ -408,10 +203,7 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
             }
             choices = {"attention": attention, "schedule": schedule, "stages_per_rank": per_rank}
             other = layout.model_copy(update={**degrees_of_other, **choices})
-            fits = layout.stages and (len(layout.stages), sum(layout.stages)) == (
-                pipeline * stages_on_a_rank(other),
-                model.layers,
-            )
+            fits = layout.stages and cut_fits(layout.stages, model, other)
             yield other if fits else other.model_copy(update={"stages": None})
 
 
@@ -425,17 +217,9 @@ def _triples(degrees: list[int], whole: int) -> Iterator[tuple[int, int, int]]:
 def _distance(layout: Layout, other: Layout) -> tuple[float, ...]:
     """How far the degrees are from those asked for: first the axes, then the data axis, then the rest of the
     choices."""
-    axes = sum(
-        abs(log2(getattr(other, axis) / getattr(layout, axis)))
-        for axis in ("pipeline", "context", "tensor", "expert")
-    )
-    above = sum(
-        getattr(other, axis) > getattr(layout, axis) for axis in ("pipeline", "context", "tensor", "expert")
-    )
-    added = sum(
-        getattr(layout, axis) == 1 < getattr(other, axis)
-        for axis in ("pipeline", "context", "tensor", "expert")
-    )
+    axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in MODEL_AXES)
+    above = sum(getattr(other, axis) > getattr(layout, axis) for axis in MODEL_AXES)
+    added = sum(getattr(layout, axis) == 1 < getattr(other, axis) for axis in MODEL_AXES)
     choices = sum(
         getattr(other, name) != getattr(layout, name)
         for name in ("schedule", "attention", "stages_per_rank", "stages")

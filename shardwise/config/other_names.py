@@ -8,10 +8,11 @@ to write instead.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from shardwise.config.schema import SECTIONS
+from shardwise.config.schema import SECTIONS, keys_of
 
 SURE, LIKELY = 0.8, 0.6
 """How alike two words are (difflib's ratio) where one is surely, or likely, the other one misspelt."""
@@ -67,7 +68,7 @@ _OF_ALL = OurKey(
 )
 _STEPS_OF_WARMUP = OurKey("train.warmup", "N", "in steps")
 _SHARE_OF_PEAK = OurKey("train.final_learning_rate", "SHARE", "as a share of the peak")
-_BETAS = OurKey("train.betas", "[0.9,0.95]", "both in one list")
+_BETAS = OurKey("optimizer.betas", "[0.9,0.95]", "both in one list")
 
 OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), OurKey("train.learning_rate")),
@@ -93,13 +94,15 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("attn_implementation", "flash_attention", "use_flash_attn", "sdp_attention"),
     _BY_ITSELF),
     **dict.fromkeys(("packing", "sample_packing"), _PACKED),
-    **dict.fromkeys(("wd", "l2"), OurKey("train.weight_decay")),
+    "shares": OurKey("train.driver", "by-speed", "or synchronous: even shares"),
+    "local_steps": OurKey("local.sync_every"),
+    **dict.fromkeys(("wd", "l2"), OurKey("optimizer.weight_decay")),
     **dict.fromkeys(("max_grad_norm", "max_norm", "gradient_clipping", "clip_grad", "grad_clip",
     "gradient_clip_val"),
                     OurKey("train.clip")),
-    **dict.fromkeys(("optim", "optimizer_type"), OurKey("train.optimizer")),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_type"), OurKey("optimizer.name")),
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), _BETAS),
-    **dict.fromkeys(("eps", "adam_eps", "adam_epsilon"), OurKey("train.epsilon")),
+    **dict.fromkeys(("eps", "adam_eps", "adam_epsilon"), OurKey("optimizer.epsilon")),
     **dict.fromkeys(("bf16", "bfloat16"), OurKey("train.precision", "bfloat16")),
     **dict.fromkeys(("fp16", "float16", "half"), OurKey("train.precision", "float16")),
     **dict.fromkeys(("fp8", "float8", "fp8_format"), OurKey("train.precision", "float8")),
@@ -184,6 +187,23 @@ OTHER_NAMES: dict[str, OurKey] = {
 }  # fmt: skip
 """By the name that other programs use, in small letters and with _ for -."""
 
+OTHER_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8",
+    "fp32": "float32",
+    "fp64": "float64",
+}
+"""Names of dtypes in other programs, and ours: of precisions and of codecs alike."""
+
+
+def dtype_meant(key: str, value: object, refusal: str) -> str:
+    """The end of a message about a dtype by the name of another program: what to write, if the refusal lists
+    it."""
+    ours = OTHER_DTYPES.get(value) if isinstance(value, str) else None
+    return f". Write {key} = {ours!r}" if ours and re.search(rf"\b{ours}\b", refusal) else ""
+
 
 def our_key(name: str, section: str = "") -> OurKey | None:
     """What a key of another name, or of another section, is called here; None where nothing is surely meant
@@ -195,12 +215,12 @@ def our_key(name: str, section: str = "") -> OurKey | None:
     word = (
         f"{section}_{word}" if f"{section}_{word}" in OTHER_NAMES else word
     )  # checkpoint.interval: checkpoint_interval
-    here = SECTIONS[section].model_fields if section in SECTIONS else {}
+    here = keys_of(section) if section in SECTIONS else {}
     if (meant := _called(word)) and (key := meant.key.partition(".")[2]) in here:
         return meant._replace(key=f"{section}.{key}")
     if near := _close(word, here, SURE):
         return OurKey(f"{section}.{near}")
-    keys = [key for kind in SECTIONS.values() for key in kind.model_fields]
+    keys = [key for other in SECTIONS for key in keys_of(other)]
     names = [
         name for name, meant in OTHER_NAMES.items() if meant.key
     ]  # a mere note would be wrong for another word
@@ -209,16 +229,19 @@ def our_key(name: str, section: str = "") -> OurKey | None:
 
 def _called(word: str) -> OurKey | None:
     """What is called so by another program, or in the first section that has such a key."""
-    homes = [OurKey(f"{home}.{word}") for home, kind in SECTIONS.items() if word in kind.model_fields]
+    homes = [OurKey(f"{home}.{word}") for home in SECTIONS if word in keys_of(home)]
     return OTHER_NAMES.get(word) or (homes[0] if homes else None)
 
 
-def suggestion(name: str, section: str) -> str:
+def suggestion(name: str, section: str, known: Iterable[str] | None = None) -> str:
     """The end of a message about a key that its section does not have: what was meant, or all keys of the
-    section."""
+    section. `known` are its keys, where that depends on what else is in it."""
+    known = list(keys_of(section) if known is None else known)
     if meant := our_key(name, section):
-        return f". {meant}"
-    return did_you_mean(name, SECTIONS[section].model_fields, f"{section}.")
+        home, _, key = meant.key.partition(".")
+        if home != section or key in known:
+            return f". {meant}"
+    return did_you_mean(name, known, f"{section}.")
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -12,6 +12,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwise.config.axes import MODEL_AXES
 from shardwise.config.schema import Layout, Model
 from shardwise.errors import UserError
 from shardwise.files import read_bytes, reading
@@ -36,15 +37,13 @@ def locate_module(model: Model) -> tuple[Path, str]:
     return path, name
 
 
-SPLITTING = ("tensor", "pipeline", "context", "expert")
-"""Axes that cannot be used without a table."""
 TABLE = "sharding"
 """The attribute of a module that is its table."""
 
 
 def without_table(name: str, layout: Layout) -> Iterator[str]:
     """What of a layout a module that has no sharding table cannot have."""
-    for axis in SPLITTING:
+    for axis in MODEL_AXES:
         if (size := getattr(layout, axis)) > 1:
             yield (
                 f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can "

@@ -27,12 +27,14 @@ from shardwise.command_name import command_name
 from shardwise.config.check import MODEL_SOURCES, found_by, problems_across, sources_of_model
 from shardwise.config.compression import AUTO
 from shardwise.config.layouts import problems_of_layout
-from shardwise.config.other_names import did_you_mean, our_key, suggestion
+from shardwise.config.other_names import did_you_mean, dtype_meant, our_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained import Tables, with_pretrained
-from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Section, Source, Train
+from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Source, Train, keys_of
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes
+from shardwise.optimizers import kind_of
+from shardwise.section import Section
 
 Origins = dict[str, str]
 """By section.key, where a value comes from; one that is not in it has its default."""
@@ -138,7 +140,7 @@ def _apply(override: str, tables: Tables, problems: list[str], origins: Origins)
     if equals and not text and section and (field or not dot):
         return _leave_out(section, field, tables, problems)
     if not equals or not section or not dot or not field:
-        meant = our_key(key) if equals and not dot and key not in SECTIONS else None
+        meant = our_key(key) if equals and not dot and (key not in SECTIONS or key == "optimizer") else None
         example = f"here {meant.setting(text)}" if meant and meant.key else "for example train.steps=100"
         note = f"; {meant.note}" if meant and not meant.key else ""
         problems.append(f"override {shown(override)}: write it as section.key=value, {example}{note}")
@@ -154,15 +156,13 @@ def _apply(override: str, tables: Tables, problems: list[str], origins: Origins)
 def _leave_out(section: str, field: str, tables: Tables, problems: list[str]) -> list[str]:
     """Take a key out of its table, or all keys of it where none is named, as if the file did not have
     them."""
-    kind = SECTIONS.get(section)
-    if kind is None:
+    if section not in SECTIONS:
         problems.append(f"[{section}]: unknown section{did_you_mean(section, SECTIONS)}")
         return []
-    name = _name(section, field)
-    if field and name.partition(".")[2] not in kind.model_fields:
+    name, table = _name(section, field), tables.get(section, {})
+    if field and field not in table and name.partition(".")[2] not in keys_of(section):
         problems.append(f"{section}.{field}: unknown key{suggestion(field, section)}")
         return []
-    table = tables.get(section, {})
     left_out = [key for key in table if not field or _name(section, key) == name]
     for key in left_out:
         del table[key]
@@ -172,8 +172,8 @@ def _leave_out(section: str, field: str, tables: Tables, problems: list[str]) ->
 def _parse(text: str, section: str, field: str) -> Any:
     """A TOML value; what is not one, or stands where text is wanted, is a plain string, so that quotes are
     optional."""
-    kind = SECTIONS.get(section)
-    annotation = kind.model_fields[field].annotation if kind and field in kind.model_fields else None
+    fields = keys_of(section) if section in SECTIONS else {}
+    annotation = fields[field].annotation if field in fields else None
     if annotation in (str, str | None) and not text.startswith(("'", '"')):
         return text
     try:
@@ -213,9 +213,12 @@ def _validate(
 
 def _read_table(name: str, table: dict[str, Any], problems: list[str]) -> Section | None:
     """A table without its unknown keys and wrong values; None where it is wrong as a whole."""
-    kind = SECTIONS[name]
     try:
+        kind = kind_of(table) if name == "optimizer" else SECTIONS[name]
         return kind.model_validate(table)
+    except UserError as error:  # an optimizer that is not there
+        problems.append(str(error))
+        return None
     except ValidationError as error:
         details = error.errors()
     problems.extend(_explain(name, kind, details))
@@ -259,7 +262,7 @@ def _to_leave_out(key: str, value: Any) -> str:
     """The end of a message about a word that was meant to leave out a key without a default; empty for all
     others."""
     section, _, name = key.partition(".")
-    field = SECTIONS[section].model_fields.get(name)
+    field = keys_of(section).get(name)
     meant = isinstance(value, str) and value in NOTHING and field is not None and field.default is None
     return f"; write {key}= with nothing after it to leave it out" if meant else ""
 
@@ -274,10 +277,16 @@ def _explain(section: str, kind: type[Section], details: Sequence[ErrorDetails])
     """The mistakes of a table in words, one for each key: a union has an error for every type that it
     allows."""
     messages: dict[str, list[str]] = {}
+    given: dict[str, object] = {}
     for detail in details:
         setting, message = _explain_one(section, kind, detail)
         messages.setdefault(setting, []).append(message)
-    return [setting + _joined(parts) for setting, parts in messages.items()]
+        given[setting] = detail["input"]
+    joined = {setting: _joined(parts) for setting, parts in messages.items()}
+    return [
+        setting + text + dtype_meant(setting.partition(" = ")[0], given[setting], text)
+        for setting, text in joined.items()
+    ]
 
 
 def _joined(messages: Sequence[str]) -> str:
@@ -290,15 +299,15 @@ def _explain_one(section: str, kind: type[Section], detail: ErrorDetails) -> tup
     """The setting that is wrong, and what is wrong with it."""
     location = _without_union_tags([str(part) for part in detail["loc"]])
     key = ".".join([section, *location])
-    setting, field = (
-        f"{key} = {shown(detail['input'])}",
-        kind.model_fields.get(location[0] if location else ""),
-    )
+    given = list(detail["input"]) if isinstance(detail["input"], tuple) else detail["input"]  # as TOML has it
+    setting, field = f"{key} = {shown(given)}", kind.model_fields.get(location[0] if location else "")
     if detail["type"] == "extra_forbidden":
         inner = did_you_mean(
             location[-1], Source.model_fields
         )  # of [[data.sources]], the only table in a table
-        return setting, ": unknown key" + (suggestion(location[0], section) if len(location) == 1 else inner)
+        return setting, ": unknown key" + (
+            suggestion(location[0], section, kind.model_fields) if len(location) == 1 else inner
+        )
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list that is too short
         setting = f"{key.rpartition('.')[0]} = {shown(list(detail['input']))}"
         return setting, f": too few values; at least {detail['loc'][-1] + 1}"

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config.presets import PRESETS
 from shardwise.config.schema import Config, Source
+from shardwise.optimizers import BUILT_IN, DEFAULT
 
 
 def help_text() -> str:
@@ -56,7 +57,7 @@ def markdown() -> str:
             f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |"
             for key, field in _fields(section)
         ]
-        blocks.append("\n".join([f"## [{name}]", "", _summary(section), "", *_HEAD, *rows]))
+        blocks.append("\n".join([f"## {_heading(name, section)}", "", _summary(section), "", *_HEAD, *rows]))
     keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
     shapes = [
         f"| `{name}` | " + " | ".join(str(shape[key]) for key in keys) + " |"
@@ -74,11 +75,21 @@ _HEAD = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
 
 
 def _sections() -> list[tuple[str, type[BaseModel]]]:
-    return [
-        (name, field.annotation)
-        for name, field in Config.model_fields.items()
-        if isinstance(field.annotation, type)
-    ]
+    """The tables of a job, by name; [optimizer] once for each of our optimizers, the default first."""
+    sections: list[tuple[str, type[BaseModel]]] = []
+    for name, field in Config.model_fields.items():
+        if name == "optimizer":
+            sections += [(name, BUILT_IN[DEFAULT])]
+            sections += [(name, kind) for other, kind in BUILT_IN.items() if other != DEFAULT]
+        elif isinstance(field.annotation, type):
+            sections.append((name, field.annotation))
+    return sections
+
+
+def _heading(name: str, section: type[BaseModel]) -> str:
+    """The name of a table; of [optimizer] also which optimizer has these keys."""
+    which = f", name = {_default(section.model_fields['name'])}" if name == "optimizer" else ""
+    return f"[{name}]{which}"
 
 
 def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:

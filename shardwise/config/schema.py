@@ -2,24 +2,31 @@
 
 These definitions are the single source of truth. Reading, validation, `shardwise train --help` and
 docs/configuration.md are all made from them, so a field is documented by its `description` here and nowhere
-else. No torch in this package.
+else. The table of a driver is defined in the driver's own file, and collected here from the registry of
+drivers. No torch in this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-from shardwise.config.compression import AUTO, Compression
+from shardwise.codecs import parse_codec
+from shardwise.config.compression import AUTO
+from shardwise.config.dtypes import Precision
+from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
+from shardwise.drivers.registry import DRIVERS, drivers
+from shardwise.optimizers import BUILT_IN, Optimizer, from_table
+from shardwise.section import Degree, NonNegative, Positive, Section
 
-Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
-AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
-"""Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
+if TYPE_CHECKING:
+    DriverName = str
+else:
+    DriverName = Literal[tuple(DRIVERS)]
 
 SPELLINGS = {
     "layout": {
@@ -42,33 +49,11 @@ by nothing."""
 # Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every
 # search ends.
 MOST_DEVICES = 2**20
-Positive = Annotated[int, Field(ge=1, le=2**40)]
-NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Batch = Annotated[int, Field(ge=1, le=2**24)]
-Degree = Annotated[int, Field(ge=1, le=2**20)]
 Layers = Annotated[int, Field(ge=1, le=4096)]
 Length = Annotated[int, Field(ge=1, le=2**32)]
 Experts = Annotated[int, Field(ge=0, le=2**16)]
-
-
-class Section(BaseModel):
-    """A table of the job file: unknown keys are refused, values never change after reading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    def without(self, keys: Iterable[str]) -> Self:
-        """A copy that lacks these keys: reading one of them is an AttributeError. For tables with values that
-        are wrong."""
-        copy = self.model_copy()
-        for key in keys:
-            del copy.__dict__[key]
-        return copy
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no key is lacking."""
-        return self.__dict__.keys() >= type(self).model_fields.keys()
 
 
 class Model(Section):
@@ -259,13 +244,11 @@ class Data(Section):
 class Train(Section):
     """How to train."""
 
-    driver: Literal["synchronous", "server", "local", "hogwild"] = Field(
+    driver: DriverName = Field(
         "synchronous",
-        description="all devices in lockstep; a parameter server that workers bring gradients to, each at "
-        "its own pace; "
-        "groups of devices that train by themselves and meet now and then; or processes of one host that "
-        "update shared weights "
-        "without a lock, once in each micro-batch; see docs/asynchronous.md",
+        description="how devices work together. "
+        + "; ".join(f"`{driver.name}`: {driver.summary}" for driver in drivers())
+        + ". See docs/asynchronous.md",
     )
     steps: Positive = Field(100, description="optimizer steps")
     global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
@@ -274,12 +257,6 @@ class Train(Section):
         description="sequences one forward sees on one device; left out: planned where the job names a "
         "cluster or no layout, "
         "else the device's whole share",
-    )
-    shares: Literal["even", "by speed"] = Field(
-        "even",
-        description="rows of the global batch that a data-parallel device gets: as many as any other, or as "
-        "many as its speed "
-        "allows, which changes only rounding; see docs/asynchronous.md",
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     final_learning_rate: float = Field(
@@ -292,24 +269,11 @@ class Train(Section):
     decay: Positive | None = Field(
         None, description="steps of the final decay of `wsd`; left out: a fifth of the run"
     )
-    optimizer: Literal["adamw", "1bit-adam"] = Field(
-        "adamw",
-        description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are "
-        "compressed instead "
-        "of gradients, the second moment stays as it is, and `clip` and the logged gradient norm are those "
-        "of summed momenta",
-    )
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(
-        0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)"
-    )
     clip: float | None = Field(
         1.0,
         gt=0,
-        description="largest global gradient norm; `false` for none. With `1bit-adam`, once compression "
-        "begins, the largest norm "
-        "of summed momenta",
+        description="largest global gradient norm; `false` for none. With the optimizer `1bit-adam`, once "
+        "compression begins, the largest norm of summed momenta",
     )
     precision: Precision = Field(
         "float32",
@@ -370,7 +334,7 @@ class Train(Section):
                 values["clip"] = None
             lists = {
                 name: tuple(values[name])
-                for name in ("betas", "float8_leave_out")
+                for name in ("float8_leave_out",)
                 if isinstance(values.get(name), list)
             }
             values |= lists
@@ -398,15 +362,15 @@ class Layout(Section):
         "weights; "
         "left out: 3 where `replica` is above 1, else chosen by memory",
     )
-    schedule: Schedule = Field(
-        "1f1b",
-        description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` "
-        "split backward",
+    schedule: ScheduleName = Field(
+        DEFAULT_SCHEDULE,
+        description="order of the pipeline's work: see docs/pipelines.md; "
+        f"{names_in_words(lambda facts: facts.splits_backward)} split backward",
     )
     stages_per_rank: Degree | None = Field(
         None,
-        description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, "
-        "else 1",
+        description="pipeline stages a device holds; left out: 2 for "
+        f"{names_in_words(lambda facts: facts.stages_per_rank == 2)}, else 1",
     )
     stages: tuple[Degree, ...] | None = Field(
         None,
@@ -426,8 +390,8 @@ class Layout(Section):
     )
     compression: str | None = Field(
         None,
-        description="how gradients are compressed between devices, which changes the numbers: `bf16`, "
-        "`fp16`, `fp8`, `int8`, "
+        description="how gradients are compressed between devices, which changes the numbers: `bfloat16`, "
+        "`float16`, `float8`, `int8`, "
         "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
         "planner chooses, perhaps not at all; see docs/compression.md",
     )
@@ -440,7 +404,7 @@ class Layout(Section):
     weight_compression: str | None = Field(
         None,
         description="how sharded weights are compressed when they are gathered, which changes the numbers: "
-        "`int8`, `fp8` or "
+        "`int8`, `float8` or "
         "`int4`; see docs/compression.md",
     )
     backward_shards: Positive | None = Field(
@@ -453,7 +417,8 @@ class Layout(Section):
         None,
         description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
         "`terngrad` and "
-        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use `1bit-adam`",
+        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use the optimizer "
+        "`1bit-adam`",
     )
 
     @model_validator(mode="before")
@@ -471,7 +436,7 @@ class Layout(Section):
     @field_validator("compression", "weight_compression")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
-        return value if value in (None, AUTO) else str(Compression.parse(value))
+        return value if value in (None, AUTO) else str(parse_codec(value))
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -589,96 +554,6 @@ class Recovery(Section):
     )
 
 
-class Server(Section):
-    """A parameter server (`train.driver = "server"`): --workers are one device each, and as many servers come
-    on top."""
-
-    servers: Degree = Field(1, description="processes that share the weights and the optimizer's state")
-    portions: Positive | None = Field(
-        None,
-        description="pieces of the global batch, each computed by one worker; left out: as many as there are "
-        "workers",
-    )
-    max_staleness: NonNegative | Literal["unbounded"] = Field(
-        0,
-        description="updates that the weights may have had between a worker's reading them and the use of "
-        "its gradient; 0: "
-        "each update waits for the whole batch, as in a synchronous run",
-    )
-    prediction: bool = Field(
-        True,
-        description="where gradients are stale, hand out weights as they will be when the gradient comes, by "
-        "AdamW's momentum",
-    )
-    damping: bool = Field(
-        False,
-        description="divide the learning rate of an update by one more than the staleness of its gradients",
-    )
-    backups: bool = Field(
-        False,
-        description="a worker that would have to wait computes a portion that another has not brought yet, "
-        "and the first counts",
-    )
-
-    compression: str | None = Field(
-        None,
-        description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; "
-        "what a worker leaves "
-        "out it adds to its next one",
-    )
-
-    @field_validator("compression")
-    @classmethod
-    def _known(cls, text: str | None) -> str | None:
-        if text is not None and Compression.parse(text).name == "powersgd":
-            raise ValueError("powersgd works on whole matrices, and servers keep slices of them")
-        return text
-
-    @property
-    def codec(self) -> Compression | None:
-        """None: gradients are sent as they are."""
-        return None if self.compression is None else Compression.parse(self.compression)
-
-    @property
-    def predicts(self) -> bool:
-        """Whether workers get weights that are moved on."""
-        return self.prediction and self.max_staleness != 0
-
-    @property
-    def staleness_bound(self) -> int | None:
-        """None: there is none."""
-        return None if self.max_staleness == "unbounded" else self.max_staleness
-
-
-class Local(Section):
-    """Groups that train by themselves and meet now and then (`train.driver = "local"`); the layout is that of
-    one group."""
-
-    groups: Degree = Field(
-        2,
-        description="number of groups; each has the whole layout, so 2 groups with layout.data = 2 are 4 "
-        "workers",
-    )
-    steps: Positive = Field(50, description="steps between meetings")
-    learning_rate: float = Field(
-        0.7, gt=0, description="of the outer step, on the mean of what groups moved by; 1: the mean itself"
-    )
-    momentum: float = Field(0.9, ge=0, lt=1, description="of the outer step, Nesterov's")
-    fragments: Positive = Field(
-        1, description="parts of the model that meet in turn, evenly over the steps between meetings"
-    )
-    overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
-    compression: Literal["bf16", "fp16", "fp8", "int8", "int4"] | None = Field(
-        None, description="how differences are sent; left out: as they are"
-    )
-
-
-class Hogwild(Section):
-    """Updates of shared weights without a lock (`train.driver = "hogwild"`), on the CPUs of one host."""
-
-    locked: bool = Field(False, description="one update at a time: to see what the lock would cost")
-
-
 class Observe(Section):
     """What to show and keep."""
 
@@ -715,12 +590,20 @@ class Run(Section):
     )
 
 
-class Config(Section):
-    """A job: everything shardwise needs to know to train a model."""
+def _named_optimizer(value: Any) -> Any:
+    """Return the optimizer that a table names; a value that is no table is left to pydantic."""
+    return from_table(value) if isinstance(value, dict) else value
+
+
+class _TablesOfEveryJob(Section):
+    """The tables that do not belong to a driver."""
 
     model: Model = Field(default_factory=Model, description="the transformer")  # type: ignore[arg-type]
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
+    optimizer: Annotated[SerializeAsAny[Optimizer], BeforeValidator(_named_optimizer)] = Field(
+        default_factory=lambda: from_table({}), description="how weights are updated"
+    )
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,  # type: ignore[arg-type]
@@ -728,12 +611,27 @@ class Config(Section):
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
-    server: Server = Field(default_factory=Server, description="a parameter server")  # type: ignore[arg-type]
-    local: Local = Field(default_factory=Local, description="groups that train by themselves")  # type: ignore[arg-type]
-    hogwild: Hogwild = Field(default_factory=Hogwild, description="updates without a lock")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
     run: Run = Field(default_factory=Run, description="on what it runs, and where results go")  # type: ignore[arg-type]
 
+
+if TYPE_CHECKING:
+    Config = _TablesOfEveryJob
+else:
+    Config = create_model(
+        "Config",
+        __base__=_TablesOfEveryJob,
+        __module__=__name__,
+        __doc__="A job: everything shardwise needs to know to train a model.",
+        **{
+            driver.name: (
+                driver.settings,
+                Field(default_factory=driver.settings, description=driver.settings_summary),
+            )
+            for driver in drivers()
+            if driver.settings is not None
+        },
+    )
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation
@@ -741,3 +639,14 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(field.annotation, type)
 }
 """By its name, the definition of each table of a job."""
+
+
+def keys_of(section: str) -> dict[str, FieldInfo]:
+    """Return the keys that a table of a job may have. Those of [optimizer] are the keys of all our
+    optimizers: which of them a job may write depends on the one that it names."""
+    if section != "optimizer":
+        return SECTIONS[section].model_fields
+    keys: dict[str, FieldInfo] = {}
+    for kind in BUILT_IN.values():
+        keys = {**kind.model_fields, **keys}  # the first that has a key describes it
+    return keys

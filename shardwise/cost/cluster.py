@@ -24,16 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from shardwise.units import GIB
+
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 KINDS: tuple[str, ...] = get_args(Kind)
-Term = Literal[
-    "matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "tensor", "context", "expert",
-    "data", "replica",
-    "imbalance", "bubble", "pipeline_sends", "links", "offload",
-]  # fmt: skip
-TERMS: tuple[str, ...] = get_args(Term)
-"""What the seconds of a step are made of (cost/predict.py)."""
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 import tomli_w
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from shardwise.config.schema import Section
-from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Device, Kind, Link, Measured, Term
+from shardwise.config.dtypes import PeakPrecision
+from shardwise.cost.cluster import KINDS, Cluster, Device, Kind, Link, Measured
 from shardwise.errors import ConfigError, UserError, shown
 from shardwise.files import parse_toml, read_bytes
+from shardwise.plan.step_terms import TERMS, Term
+from shardwise.section import Section
+from shardwise.units import GIB
 
-Precision = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
 _LARGEST = 1e18
 """Of any figure in a file, so that its product with a unit is a number."""
 _MOST = 2**24
@@ -72,7 +74,7 @@ class DeviceTable(Section):
     host_gb_s: _AboveZero = None
     overlap: _ShareOrNone = None
     watts: _AboveZero = None
-    peak: Annotated[dict[Precision, _AboveZero] | None, Field(min_length=1)] = None
+    peak: Annotated[dict[PeakPrecision, _AboveZero] | None, Field(min_length=1)] = None
     """TFLOP/s."""
 
 
@@ -196,7 +198,7 @@ def _explain(detail: ErrorDetails) -> str:
     if "[key]" in detail["loc"]:
         return (
             f"{key}: unknown; known are "
-            f"{', '.join(TERMS if path[0] == 'corrections' else get_args(Precision))}"
+            f"{', '.join(TERMS if path[0] == 'corrections' else get_args(PeakPrecision))}"
         )
     return f"{key}: {_OF_A_KEY.get(key, f'give a table, [{key}]')}"
 

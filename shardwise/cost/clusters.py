@@ -1,9 +1,9 @@
 """Devices and clusters by name.
 
-Peaks, memory, bandwidth and power are the makers' figures (dense, without sparsity). What devices reach in a
-running training step is measured or published: large matrix products (the "maximum achievable matmul FLOPS"
-tables of the ML engineering handbook), flash attention's own papers, links by nccl-tests. There is one set of
-constants for each device and each cluster, none for a model.
+Memory, bandwidth and power are the makers' figures, and so are the peaks (cost/device_peaks.py). What devices
+reach in a running training step is measured or published: large matrix products (the "maximum achievable
+matmul FLOPS" tables of the ML engineering handbook), flash attention's own papers, links by nccl-tests. There
+is one set of constants for each device and each cluster, none for a model.
 
 A name followed by x and a number asks for so many devices: `h100x64` is eight nodes of eight. A cloud's name
 picks its network: `h100-gcp-a3x64`.
@@ -17,28 +17,19 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.config import Config
-from shardwise.cost.cluster import GIB, Cluster, Device, Link, Measured
+from shardwise.cost.cluster import Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
+from shardwise.cost.device_peaks import PEAKS
 from shardwise.errors import UserError
+from shardwise.units import GIB
 
 _T, _G, _US = 1e12, 1e9, 1e-6
 
 
-def _peaks(
-    float32: float, half: float, float8: float | None = None, float4: float | None = None
-) -> dict[str, float]:
-    """TFLOP/s by precision, where a device has it."""
-    peaks = {"float32": float32, "float16": half, "bfloat16": half, "float8": float8, "float4": float4}
-    return {precision: peak for precision, peak in peaks.items() if peak is not None}
-
-
-def _device(
-    name: str, gib: float, gb_s: float, watts: float, tflops: dict[str, float], **figures: float
-) -> Device:
-    """A device: its memory, what that moves, its rated power and peaks; and where they differ from `Device`,
-    other figures."""
-    peaks = {precision: peak * _T for precision, peak in tflops.items()}
-    return Device(name, gib * GIB, peaks, gb_s * _G, watts=watts, **figures)
+def _device(peaks: str, name: str, gib: float, gb_s: float, watts: float, **figures: float) -> Device:
+    """Return a device: the peaks of this row of cost/device_peaks.py, its memory, bandwidth and rated power;
+    `figures` are those that differ from the defaults of `Device`."""
+    return Device(name, gib * GIB, PEAKS[peaks].flops, gb_s * _G, watts=watts, **figures)
 
 
 def _attends(native: float, portable: float, knee: float = 400.0) -> dict[str, float]:
@@ -53,48 +44,49 @@ _BLACKWELL, _BLACKWELL_ULTRA = _attends(0.38, 0.15), _attends(0.5, 0.15)
 
 DEVICES: dict[str, Device] = {
     "v100": _device(
-        "V100-SXM2-32GB", 31.7, 900, 300, {"float32": 15.7, "float16": 125}, matmul=0.72,
+        "v100", "V100-SXM2-32GB", 31.7, 900, 300, matmul=0.72,
         host_bandwidth=12 * _G, **_VOLTA
     ),
     "a100-40": _device(
-        "A100-SXM4-40GB", 39.4, 1555, 400, _peaks(19.5, 312), matmul=0.77, matmul_knee=62,
+        "a100", "A100-SXM4-40GB", 39.4, 1555, 400, matmul=0.77, matmul_knee=62,
         host_bandwidth=25 * _G, **_AMPERE
     ),
     "h100": _device(
-        "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_float8=0.64,
+        "h100", "H100-SXM5-80GB", 79.1, 3350, 700, matmul=0.67, matmul_float8=0.64,
         matmul_knee=80, **_HOPPER
     ),
     "h100-96": _device(
-        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53,
+        "h100", "H100-96GB-500W", 94.5, 2400, 500, matmul=0.52, matmul_float8=0.53,
         **_attends(0.43, 0.21, 450)
     ),
     "h200": _device(
-        "H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, matmul_float8=0.76,
+        "h200", "H200-SXM5-141GB", 139.8, 4800, 700, matmul=0.735, matmul_float8=0.76,
         stream=0.8, **_HOPPER
     ),
     # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8
     # bits.
     "b200": _device(
-        "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.5, matmul_float8=0.5,
+        "b200", "B200-180GB", 178.0, 7700, 1000, matmul=0.5, matmul_float8=0.5,
         **_BLACKWELL
     ),
     "gb200": _device(
-        "GB200-186GB", 184.0, 8000, 1200, _peaks(80, 2500, 5000, 10000), matmul=0.6, matmul_float8=0.6,
+        "gb200", "GB200-186GB", 184.0, 8000, 1200, matmul=0.6, matmul_float8=0.6,
         host_bandwidth=200 * _G, **_BLACKWELL,
     ),
     "b300": _device(
-        "B300-270GB", 268.0, 7700, 1200, _peaks(80, 2250, 4500, 13500), matmul=0.6, matmul_float8=0.6,
+        "b300", "B300-270GB", 268.0, 7700, 1200, matmul=0.6, matmul_float8=0.6,
         **_BLACKWELL_ULTRA
     ),
     "gb300": _device(
-        "GB300-278GB", 276.0, 8000, 1400, _peaks(80, 2500, 5000, 15000), matmul=0.73, matmul_float8=0.73,
+        "gb300", "GB300-278GB", 276.0, 8000, 1400, matmul=0.73, matmul_float8=0.73,
         host_bandwidth=200 * _G, **_BLACKWELL_ULTRA,
     ),
-    "mi300x": _device("MI300X-192GB", 191.5, 5300, 750, _peaks(163.4, 1307, 2615), matmul=0.5, **_CDNA3),
-    "cpu": _device(
-        "CPU", 16, 20, 100, {"float32": 0.1, "bfloat16": 0.1, "float16": 0.02, "float64": 0.05}, matmul=1.0,
-        matmul_knee=16.0,
-        attention=0.3, stream=0.7, launch=10 * _US, overhead=0.4 * GIB, host_bandwidth=20 * _G, overlap=0.0,
+    "mi300x": _device("mi300x", "MI300X-192GB", 191.5, 5300, 750, matmul=0.5, **_CDNA3),
+    "cpu": Device(
+        "CPU", 16 * GIB,
+        {"float32": 0.1 * _T, "bfloat16": 0.1 * _T, "float16": 0.02 * _T, "float64": 0.05 * _T},
+        20 * _G, watts=100, matmul=1.0, matmul_knee=16.0, attention=0.3, stream=0.7, launch=10 * _US,
+        overhead=0.4 * GIB, host_bandwidth=20 * _G, overlap=0.0,
     ),
 }  # fmt: skip
 DEVICES["a100-80"] = replace(

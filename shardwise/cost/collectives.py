@@ -35,10 +35,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.config import borrowed
+from shardwise.config import RANK_AXES, borrowed
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
-from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, base, devices
+from shardwise.plan.grid import EXPERT_SHARDS, base, devices
 
 CROWDING = 0.01
 """Share by which a collective between nodes takes longer for every doubling of their number beyond two."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.config.dtypes import BYTES
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.float8_work import Streamed, block_traffic, head_traffic
 from shardwise.cost.products import Product, products_of, share_in_float8, tokens_here
 from shardwise.cost.space import Array, Space, Work
 from shardwise.cost.stack import Stack
 from shardwise.plan import dtypes
-from shardwise.plan.dtypes import BYTES
 
 ATTENTION_BACKWARD = 2.5
 BACKWARD_SHARE = 0.9

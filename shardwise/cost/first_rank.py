@@ -11,6 +11,9 @@ import numpy as np
 
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import parameter_shapes
+from shardwise.config.schedules import of_schedule
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
 from shardwise.cost.space import (
     BUT_ATTENTION,
@@ -22,15 +25,14 @@ from shardwise.cost.space import (
     Space,
     Work,
     distinct,
+    is_compiled,
     take,
 )
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
-from shardwise.plan.dtypes import BYTES, computes_wide, wide
-from shardwise.plan.engine import Engine, compiles_blocks, engine_of
+from shardwise.plan.dtypes import computes_wide, wide
+from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
-from shardwise.plan.parameters import parameter_shapes
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import sliced, split_dim
 
 
@@ -68,12 +70,10 @@ class FirstRank:
 
     @cached_property
     def halved(self) -> Ints:
-        """Micro-batches whose backward goes through the last stage in two halves, on rank 0 of a V: all of
-        `zbv`, the first few of `dualpipev` (plan/schedule.py)."""
-        space = self.space
-        all_of_them = space.schedule == SCHEDULES.index("zbv")
-        halved = np.where(all_of_them, space.accumulation, np.minimum(space.accumulation, space.pipeline - 1))
-        return np.where(self.engine.splits_backward & self.cut.folded, halved, 0)
+        """Micro-batches whose backward runs in two halves through the model's last stage, on rank 0."""
+        m, p, v = self.space.accumulation, self.space.pipeline, self.space.stages_per_rank
+        most = of_schedule(self.space.schedule, lambda facts: facts.halved_on_first(m, p, v))
+        return np.where(p > 1, np.minimum(m, most), 0)
 
     @cached_property
     def shards(self) -> Ints:
@@ -101,8 +101,8 @@ class FirstRank:
     def gathers_again(self) -> Bools:
         """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that
         is not compiled, unless they are kept in 8 bits."""
-        kept = compiles_blocks(self.work.compile, self.device) or self.work.scales > 0
-        eager = ~(self.by_operator | self.full) & np.bool_(not kept)
+        kept = is_compiled(self.work, self.space, self.device) | (self.work.float8 is not None)
+        eager = ~(self.by_operator | self.full | kept)
         return eager | np.bool_(self.stack.gathers_again)
 
     @cached_property

@@ -15,8 +15,8 @@ For each product of rows m, inputs k and outputs n (models/float8.py), in a comp
   tensors are written in 8 bits, of gate, up and their product.
 
 Dynamic scales need a tensor whole before it is cast: it is written in 16 bits and read again. Where blocks
-are not compiled (if backward comes in halves, parallel/apply.py), each operation of a cast is a kernel. After
-a step every weight is read once more, for its largest magnitude.
+are not compiled (if backward comes in halves, plan/compilation.py), each operation of a cast is a kernel.
+After a step every weight is read once more, for its largest magnitude.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.config.dtypes import BYTES
 from shardwise.cost.products import Product, float8_weights, products_of, share_in_float8
-from shardwise.cost.space import Array, Bools, Space, Work, take
+from shardwise.cost.space import Array, Bools, Space, Work, is_compiled, take
 from shardwise.plan.chunks import chunk_tokens
-from shardwise.plan.dtypes import BYTES
-from shardwise.plan.engine import compiles_blocks, engine_of, splits_backward
+from shardwise.plan.engine import engine_of
 from shardwise.plan.float8 import casts_once
 
 LOOKING = 1.55
@@ -63,12 +63,6 @@ class Streamed:
     def total(self) -> Array:
         """All of them."""
         return self.attention + self.feed_forward + self.experts
-
-
-def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
-    """Whether blocks with products in float8 go through torch.compile."""
-    compiled: Bools = ~splits_backward(space) & compiles_blocks(work.compile, device_type)
-    return compiled
 
 
 def block_traffic(

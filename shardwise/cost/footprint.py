@@ -13,7 +13,7 @@ and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and 
 `selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
 experts these two recompute a block part by part (norms, attention, shared experts): they keep the inputs of
 the parts, 2 h more than of a whole block for `selective`, and all that routed experts need. A schedule
-multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
+multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` explains it).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a
 recomputed block). With a single micro-batch, gradients take the place of the activations that backward
@@ -23,14 +23,15 @@ frees.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
 from shardwise.config import Model
+from shardwise.config.dtypes import BYTES
+from shardwise.config.schedules import of_schedule
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
+from shardwise.cost.float8_work import head_bytes, kept_weights
 from shardwise.cost.products import tokens_here
 from shardwise.cost.space import (
     FULL,
@@ -40,17 +41,17 @@ from shardwise.cost.space import (
     Work,
     concatenate,
     distinct,
+    is_compiled,
     makes_blocks_again,
     take,
 )
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
-from shardwise.plan.dtypes import BYTES, wide
+from shardwise.plan.dtypes import wide
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import Part, Parts, parts_of, with_peers
 
 
@@ -127,23 +128,12 @@ def _parts(model: Model, layouts: Space) -> Parts:
 
 def in_flight(space: Space) -> tuple[Array, Array]:
     """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at
-    once. There are never more than a step has; plan/schedule.py has the table, and a schedule that is not
-    named here holds one for each rank.
-    """
+    once."""
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
-    first = {"gpipe": m, "interleaved": (p * (v + 1) - 1) / v, "dualpipev": p + 0.5}
-    last = {
-        "gpipe": m,
-        "1f1b": np.ones(len(space)),
-        "interleaved": (p * (v - 1) + 1) / v,
-        "dualpipev": p + 0.5,
-    }
-
-    def most(held: dict[str, Any]) -> Array:
-        of_schedules = [held.get(name, p) for name in SCHEDULES]  # (candidates,) for each schedule
-        return np.where(p == 1, 1.0, np.minimum(m, np.choose(space.schedule, of_schedules)))
-
-    return most(first), most(last)
+    first = of_schedule(space.schedule, lambda facts: facts.held_by_first(m, p, v))
+    last = of_schedule(space.schedule, lambda facts: facts.held_by_last(m, p, v))
+    alone = p == 1
+    return np.where(alone, 1.0, np.minimum(m, first)), np.where(alone, 1.0, np.minimum(m, last))
 
 
 def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> tuple[Array, Array]:
@@ -314,7 +304,7 @@ def _without_the_hosts(
     on_host = {
         "weights": stored * held.sharded,
         "gradients": stored * held.sharded,
-        "optimizer": 2 * stored * held.sharded,
+        "optimizer": len(work.optimizer.slots) * stored * held.sharded,
     }
     whole = (space.zero == 1) & (space.accumulation > 1)
     on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
@@ -325,10 +315,11 @@ def _without_the_hosts(
 
 
 def host_bytes(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Bytes of offloaded weights, gradients and moments in the memory of one node, whose devices all have the
-    fullest one's."""
+    """Bytes of offloaded weights, gradients and optimizer states in the memory of one node, whose devices all
+    have the fullest one's."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
-    return np.where(space.offload == 1, 4.0 * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
+    numbers = 2.0 + len(work.optimizer.slots)
+    return np.where(space.offload == 1, numbers * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
 
 
 def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
@@ -337,7 +328,7 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
     reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
     if not stack.one_copy:
-        return _two_copies(space, stack, engine, held, stored)
+        return _two_copies(work, space, stack, engine, held)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
     wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
     weights = stored * held.shard + np.where(
@@ -354,13 +345,14 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     return {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": 2 * stored * held.shard,
+        "optimizer": len(work.optimizer.slots) * stored * held.shard,
         "residuals": residuals,
     }
 
 
-def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: float) -> dict[str, Array]:
+def _two_copies(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
+    stored = float(BYTES[work.state_dtype])
     sharded, split = engine.zero > 0, engine.splits_backward
     weights = (
         np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole)
@@ -370,4 +362,5 @@ def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: 
     gradients = np.where(
         sharded & ~whole, stack.gradient_bytes * held.shard, stack.gradient_bytes * held.whole
     )
-    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
+    states = len(work.optimizer.slots) * stored * held.shard
+    return {"weights": weights, "gradients": gradients, "optimizer": states}

@@ -28,22 +28,19 @@ from functools import reduce
 
 import numpy as np
 
-from shardwise.cost.cluster import TERMS, Cluster
+from shardwise.config.schedules import is_interleaved, of_schedule, splits_backward
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.footprint import Holdings
 from shardwise.cost.price import Busy, Priced
 from shardwise.cost.space import Array, Space
 from shardwise.cost.stack import Stack
-from shardwise.plan.engine import splits_backward
-from shardwise.plan.schedule import SCHEDULES
+from shardwise.plan.step_terms import TERMS
 
 CONTENTION = 0.12
 """Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on
 NVLink, 0.02 on the network)."""
 BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
-_BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb1p": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 4}
-"""Idle time of a rank over (p - 1) times a micro-batch's seconds on a rank, for equal stages; the finalists
-of a search are played through by their own list of actions (plan/timeline.py)."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +151,11 @@ def step_of(
 
 
 def bubble(space: Space, slowest: Array) -> Array:
-    """Seconds for which ranks wait where equal stages take so long on each of them."""
-    factor = np.asarray([_BUBBLES[name] for name in SCHEDULES])[space.schedule]
-    looped = space.schedule == SCHEDULES.index("interleaved")
-    idle: Array = (space.pipeline - 1) * slowest * factor / np.where(looped, space.stages_per_rank, 1)
+    """Seconds for which ranks wait where equal stages take so long on each of them. The finalists of a search
+    are played through action by action instead (plan/timeline.py)."""
+    factor = of_schedule(space.schedule, lambda facts: facts.bubble)
+    stages = np.where(is_interleaved(space), space.stages_per_rank, 1)
+    idle: Array = (space.pipeline - 1) * slowest * factor / stages
     return idle
 
 

@@ -46,7 +46,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config import Precision
+from shardwise.config.dtypes import BYTES, Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import kernels as float8_kernels
@@ -59,8 +59,8 @@ from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, m
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.dtypes import BYTES
-from shardwise.plan.engine import compiles_blocks, engine_of
+from shardwise.plan.compilation import compiles_blocks
+from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01
 """Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every
@@ -68,11 +68,6 @@ doubling of their number (llm-foundry's runs on 16 to 512 devices, whose gathers
 doubling)."""
 LOCKSTEP = 0.003
 """The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
-UPDATE_BYTES = 40.0
-"""Traffic of a parameter's update in float32: 16 read and 12 written, and the norm's passes before."""
-ROUNDED_UPDATE_BYTES = 500.0
-"""The same of states in bfloat16, which are rounded by chance (optim/rounding.py), where it is not compiled:
-counted, pass by pass. Compiled, it is half of the above."""
 HOST_MEMORY = 2.0
 """What a device's share of the host's memory moves at most in an update, over its link to the host (1.7 s a
 step, offloaded, on an H200)."""
@@ -178,7 +173,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "data": passes * (data + waits["data"]) + edges * data_ends + links.seconds("data", "step"),
         "pipeline_sends": passes * waits["pipeline_sends"],
         "replica": links.seconds("replica", "step"),
-        "offload": _offload(space, cluster, held),
+        "offload": _offload(work, space, cluster, held),
     }
     step = step_of(terms, average, embedding + head, space, cluster, stack, held, links)
     least = least_ranks(space, held, layer, embedding, head, slowest)
@@ -429,10 +424,14 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
-    """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm
-    taken before."""
-    rounded = UPDATE_BYTES / 2 if compiles_blocks(work.compile, cluster.device_type) else ROUNDED_UPDATE_BYTES
-    moved = {"bfloat16": rounded, "float64": 2 * UPDATE_BYTES}.get(work.state_dtype, UPDATE_BYTES)
+    """Seconds of the update, and of the norm that is taken before: what the optimizer says it moves."""
+    width, rounds = BYTES[work.state_dtype], work.state_dtype == "bfloat16"
+    compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
+    moved = np.where(
+        compiled,
+        work.optimizer.update_bytes(width, rounds, compiled=True),
+        work.optimizer.update_bytes(width, rounds, compiled=False),
+    )
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 
@@ -449,11 +448,12 @@ def _slowest(
     return np.where(alone, average, slowest), average
 
 
-def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:
+def _offload(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
     """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices
     of a node share what that memory moves."""
     share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)
     link = cluster.device.host_bandwidth
     moved = 8.0 * held.sharded * (1 + space.accumulation) / np.minimum(link, share)
-    updated = UPDATE_BYTES * held.sharded / np.minimum(HOST_MEMORY * link, share)
+    update_bytes = BYTES["float32"] * work.optimizer.numbers_moved
+    updated = update_bytes * held.sharded / np.minimum(HOST_MEMORY * link, share)
     return np.where(space.offload == 1, moved + updated, 0.0)

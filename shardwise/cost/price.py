@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.config import AXES
 from shardwise.cost import codec_work
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, busy_links, copies, group_of, rates
@@ -25,8 +26,6 @@ from shardwise.cost.space import Array, Bools, Space, Work, take
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import base
 
-AXES = ("tensor", "context", "expert", "data", "replica", "pipeline")
-"""Whose time a prediction tells apart."""
 LINKS = ("inside", "between")
 _BLOCKS: tuple[When, ...] = ("forward", "backward")
 

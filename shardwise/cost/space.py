@@ -12,7 +12,7 @@ out once for each of those (`layouts`, `grids`) and looked up by index, in a ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from operator import or_
 from typing import Any, TypeVar, cast, get_args
@@ -20,10 +20,12 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Config, Layout, Model, Recompute, context_attention
+from shardwise.config import AXES, Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
+from shardwise.optimizers import Optimizer, from_table
+from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.float8 import Shares
-from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
 Ints = NDArray[np.int64]
@@ -36,7 +38,6 @@ NONE, SELECTIVE, BUT_ATTENTION, FULL = range(4)
 """In the order of what is computed again: nothing, what lies between products, all but attention, all."""
 AT_ONCE = 2**14
 """Candidates whose arrays lie in a processor's cache together."""
-DEGREES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Work:
     float8: Shares | None = None
     """Which products are made in float8, as shardwise makes them. None: none, or by another program, which
     makes all of a block so, and leaves the head in bfloat16."""
+    optimizer: Optimizer = field(default_factory=lambda: from_table({}))
+    """It says how many states are kept of each parameter, and what an update moves."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""
@@ -128,7 +131,7 @@ class Space:
     @cached_property
     def grids(self) -> tuple[Space, Ints]:
         """One candidate for each distinct grid of devices, and for each candidate the index of its own."""
-        first, index = distinct([getattr(self, name) for name in DEGREES])
+        first, index = distinct([getattr(self, name) for name in AXES])
         return self.take(first), index
 
     @property
@@ -158,14 +161,13 @@ class Space:
     def layout(self, index: int) -> Layout:
         """One candidate as a layout."""
         row = self.row(index)
-        axes: dict[str, Any] = {name: row[name] for name in (*DEGREES, "zero")}
+        axes: dict[str, Any] = {name: row[name] for name in (*AXES, "zero")}
         schedule = SCHEDULES[row["schedule"]]
+        chosen = SCHEDULE_FACTS[schedule].is_interleaved and row["pipeline"] > 1
         return Layout(
             **axes,
-            schedule=schedule,  # type: ignore[arg-type]
-            stages_per_rank=row["stages_per_rank"]
-            if schedule == "interleaved" and row["pipeline"] > 1
-            else None,
+            schedule=schedule,
+            stages_per_rank=row["stages_per_rank"] if chosen else None,
             attention=("ring" if row["ring"] else "ulysses") if row["context"] > 1 else "auto",
             offload=bool(row["offload"]),
         )
@@ -173,7 +175,7 @@ class Space:
 
 def space_of(rows: Sequence[dict[str, int]]) -> Space:
     """Candidates from one dictionary each; what is left out is 1, or 0 where that means none."""
-    ones = {*DEGREES, "micro_batch", "accumulation", "stages_per_rank"}
+    ones = {*AXES, "micro_batch", "accumulation", "stages_per_rank"}
     names = [field.name for field in fields(Space)]
     return Space(
         **{
@@ -235,6 +237,12 @@ def makes_blocks_again(work: Work, space: Space) -> Bools:
     return again
 
 
+def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
+    """Whether the blocks of each candidate go through torch.compile."""
+    compiled: Bools = compiles_blocks(work.compile, device_type, work.float8 is not None, space)
+    return compiled
+
+
 def recompute_mode(recompute: str | float) -> str:
     """Of a memory budget, the nearest of the modes that the planner knows."""
     if isinstance(recompute, str):
@@ -244,13 +252,11 @@ def recompute_mode(recompute: str | float) -> str:
 
 def space_of_layout(config: Config, layout: Layout, micro_batch: int, accumulation: int) -> Space:
     """The one candidate that a complete layout is."""
-    row = {name: getattr(layout, name) for name in DEGREES}
+    row = {name: getattr(layout, name) for name in AXES}
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)
-    row["stages_per_rank"] = (
-        stages_on_a_rank(layout.schedule, layout.stages_per_rank) if layout.pipeline > 1 else 1
-    )
+    row["stages_per_rank"] = stages_per_rank(layout) if layout.pipeline > 1 else 1
     row["recompute"] = RECOMPUTE.index(recompute_mode(config.train.recompute))
     row["ring"] = int(layout.context > 1 and context_attention(config.model, layout) == "ring")
     row["offload"] = int(layout.offload)

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import IN_A_V
+from shardwise.config.schedules import is_in_a_v, stages_per_rank
 from shardwise.cost.space import Array, Bools, Ints, Space, Work, distinct
 from shardwise.cost.stack import Stack
-from shardwise.plan.engine import has_schedule
-from shardwise.plan.schedule import rank_of_stage
+from shardwise.plan.schedule import placement, rounds
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,7 @@ class Cut:
 def cut(work: Work, space: Space, stack: Stack) -> Cut:
     """As a job's stages will be cut, by cost or by hand; evenly where a program does that. Where a program
     has more stages than blocks, the last has the head alone, and the first the embedding."""
-    folded, looped = (
-        (space.pipeline > 1) & has_schedule(space, names) for names in (IN_A_V, ("interleaved",))
-    )
-    stages = np.where(folded, 2, np.where(looped, space.stages_per_rank, 1))
+    folded, stages = is_in_a_v(space), np.where(space.pipeline > 1, stages_per_rank(space), 1)
     first, index = distinct([space.pipeline, stages, folded])
     kinds = zip(space.pipeline[first].tolist(), stages[first].tolist(), folded[first].tolist(), strict=True)
     sums = [_blocks_of_ranks(_stages_of_ranks(work, stack.balanced, *kind), folded=kind[2]) for kind in kinds]
@@ -62,9 +58,8 @@ def _stages_of_ranks(
     counts: Any = [layers / stages] * stages if not balanced else work.blocks(stages) if alone <= 0 else ()
     if not counts:
         counts = [0] * (alone // 2) + [1] * layers + [0] * (alone - alone // 2)
-    rank_of = rank_of_stage("zbv", ranks) if folded else tuple(stage % ranks for stage in range(stages))
     own: list[list[float]] = [[] for _ in range(ranks)]
-    for count, rank in zip(counts, rank_of, strict=True):
+    for count, rank in zip(counts, placement(ranks, per_rank, folded), strict=True):
         own[rank].append(count)
     return own
 
@@ -106,10 +101,10 @@ def gathered_in_vain(work: Work, space: Space, stack: Stack) -> Ints:
     forwards of two rounds are more than the forwards that run ahead of backward.
     """
     stages = space.stages_per_rank
-    rounds = np.maximum(1, space.accumulation // space.pipeline)
-    two_rounds, longest = -(-2 * space.accumulation // rounds), -(-space.accumulation // rounds)
+    dealt = rounds(space.accumulation, space.pipeline)
+    two_rounds, longest = -(-2 * space.accumulation // dealt), -(-space.accumulation // dealt)
     ahead = 2 * space.pipeline - 3 + (stages - 1) * longest
-    first = np.where(rounds > 1, ahead // two_rounds + 1, stages)
+    first = np.where(dealt > 1, ahead // two_rounds + 1, stages)
     which, index = distinct([space.pipeline, stages])
     # from_here[cut, k]: stages k and later of that cut that have several blocks; a stage of one block has it
     # gathered still

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import Layout
+from shardwise.config import RANK_AXES, TOKEN_AXES, Layout
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls
 from shardwise.cost.space import distinct
-from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, SHARDS, joined_name
+from shardwise.plan.grid import EXPERT_SHARDS, SHARDS, joined_name
 
 _SHARING = ("data", "context", "tensor", "expert")
 """Degrees that decide how gradients are sharded."""
@@ -36,7 +36,7 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
                 "all_reduce", axis, "step", 2 * (getattr(space, axis) > 1), (12 + 4) / 2 * rank.work.scales
             )
     if model.experts:
-        for axis in ("replica", "data", "context", "tensor"):
+        for axis in TOKEN_AXES:
             yield calls(
                 "all_reduce", axis, "step", getattr(space, axis) > 1, 8 * rank.cut.first * model.experts
             )

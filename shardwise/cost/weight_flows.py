@@ -27,17 +27,18 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.codecs import MatrixCodec, RowCodec
 from shardwise.config import Model
-from shardwise.config.compression import Compression, is_compressed
+from shardwise.config.compression import is_compressed
+from shardwise.config.parameters import Shape, parameter_shapes
+from shardwise.config.schedules import is_interleaved
 from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.space import Bools, Ints
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.stages import gathered_in_vain
-from shardwise.plan.engine import has_schedule
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
-from shardwise.plan.parameters import Shape, parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once, unless it is told."""
@@ -125,7 +126,7 @@ def _measures(rank: FirstRank) -> list[Sizes]:
     how = rank.work.compression
     return (
         [rank.compressed, rank.rows, rank.columns]
-        if how is not None and how.codec.name == "powersgd"
+        if how is not None and isinstance(how.codec, MatrixCodec)
         else [rank.compressed]
     )
 
@@ -145,7 +146,7 @@ class _Weights:
 
     width: float
     """Bytes of one, where it is not encoded."""
-    codec: Compression | None = None
+    codec: RowCodec | None = None
     nearby: int | None = None
     """Neighbours that keep a copy for backward."""
 
@@ -164,7 +165,7 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     """What FSDP2 gathers for nobody at the end of a step. It alone depends on the number of micro-batches in
     no simple way."""
     space = rank.space
-    where = np.flatnonzero((rank.shards > 1) & (space.pipeline > 1) & has_schedule(space, ("interleaved",)))
+    where = np.flatnonzero((rank.shards > 1) & is_interleaved(space))
     blocks = np.zeros(len(space))
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
     if len(where):
@@ -286,38 +287,55 @@ def _sums(
     count, small = np.asarray(unit.count), np.asarray(unit.numbers - unit.compressed)
     yield units(kind, axis, when, times, (count * (small > 0), small), rank.reduced)
     squeezed = count * (np.asarray(unit.compressed) > 0)
-    if work.compression.codec.name == "powersgd":
-        yield _low_rank_sum(rank, kind, axis, when, times, unit, squeezed, among)
+    codec = work.compression.codec
+    if isinstance(codec, MatrixCodec):
+        yield _low_rank_sum(rank, codec, kind, axis, when, times, unit, squeezed, among)
         return
+    assert isinstance(codec, RowCodec), "a codec is of rows or of matrices"
     each = -(-np.asarray(unit.compressed) // np.maximum(count, 1) // among)  # of one unit, for one device
-    yield from _encoded_sum(rank, kind, axis, when, times, squeezed, each, among)
+    yield from _encoded_sum(rank, codec, kind, axis, when, times, squeezed, each, among)
 
 
 def _encoded_sum(
-    rank: FirstRank, kind: str, axis: str, when: When, times: Any, units_summed: Any, each: Any, among: Any
+    rank: FirstRank,
+    codec: RowCodec,
+    kind: str,
+    axis: str,
+    when: When,
+    times: Any,
+    units_summed: Any,
+    each: Any,
+    among: Any,
 ) -> Iterator[Flow]:
     """Of so many units, in one or two hops: each device has `each` numbers of a unit to add up."""
-    assert rank.work.compression is not None
-    codec, row, all_rows = rank.work.compression.codec, units_summed * each, units_summed * among * each
+    row, all_rows = units_summed * each, units_summed * among * each
     hands_over = row if kind == "reduce_scatter" else 0.0 * row
     around = rank.reduced * (_ADDED * all_rows + _COPIED * hands_over)
     first = CodecWork(codec, all_rows - row, all_rows - row, around, units_summed * (among + 1))
     size = units_summed * among * _wire_bytes(codec, each)
     yield _coded(units("all_to_all", axis, when, times, (units_summed, size), 1.0), first, times)
     if kind == "all_reduce":
+        of_sums = codec.for_sums()
         second = CodecWork(
-            codec.of_sums, row, all_rows, rank.reduced * _COPIED * all_rows, units_summed * (among + 1)
+            of_sums, row, all_rows, rank.reduced * _COPIED * all_rows, units_summed * (among + 1)
         )
-        size = units_summed * among * _wire_bytes(codec.of_sums, each)
+        size = units_summed * among * _wire_bytes(of_sums, each)
         yield _coded(units("all_gather", axis, when, times, (units_summed, size), 1.0), second, times)
 
 
 def _low_rank_sum(
-    rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, units_summed: Any, among: Any
+    rank: FirstRank,
+    codec: MatrixCodec,
+    kind: str,
+    axis: str,
+    when: When,
+    times: Any,
+    unit: Units,
+    units_summed: Any,
+    among: Any,
 ) -> Flow:
     """Both factors of each matrix are summed whole, whatever part of the result a device keeps."""
-    assert rank.work.compression is not None
-    codec, numbers = rank.work.compression.codec, np.asarray(unit.compressed)
+    numbers = np.asarray(unit.compressed)
     work = CodecWork(
         codec,
         encoded=numbers,
@@ -325,7 +343,7 @@ def _low_rank_sum(
         copied=rank.reduced * _ADDED * numbers,
         kernels=0.0 * numbers,
     )
-    factors = codec.number * (unit.rows + unit.columns)
+    factors = codec.rank * (unit.rows + unit.columns)
     return _coded(
         units("all_reduce", axis, when, times, (2 * units_summed, factors), rank.reduced), work, times
     )
@@ -335,10 +353,10 @@ def _coded(flow: Flow, work: CodecWork, times: Any) -> Flow:
     return replace(flow, codec_work=work.times(times))
 
 
-def _wire_bytes(compression: Compression, numbers: Any) -> Any:
+def _wire_bytes(codec: RowCodec, numbers: Any) -> Any:
     """Of rows of so many numbers each, worked out once for each length that occurs."""
     lengths, index = np.unique(np.asarray(numbers), return_inverse=True)
-    return np.asarray([float(compression.wire_bytes(int(length))) for length in lengths])[
+    return np.asarray([float(codec.wire_bytes(int(length))) for length in lengths])[
         index.reshape(np.shape(numbers))
     ]
 

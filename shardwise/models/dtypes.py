@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.config.dtypes import BYTES
 from shardwise.plan import dtypes
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.BYTES}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 _WIDE = {dtype: DTYPES[dtypes.wide(name)] for name, dtype in DTYPES.items()}
 
 

@@ -51,6 +51,13 @@ class Embedding(nn.Embedding):
     compute_dtype: torch.dtype | None = None
     """dtype of the vectors; None: that of the weights."""
 
+    @classmethod
+    def of(cls, plain: nn.Embedding) -> Embedding:
+        """Return one with the weight, hooks and attributes of a plain embedding, to take its place."""
+        embedding = cls(plain.num_embeddings, plain.embedding_dim, plain.padding_idx, _weight=plain.weight)
+        vars(embedding).update(vars(plain))
+        return embedding
+
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self.weight, self.compute_dtype, self.padding_idx)
 

@@ -7,8 +7,8 @@ the loss summed over targets, `forward(inputs, None)` the logits. Whatever else 
 (documents, positions, the one position to sample from) reaches `forward` only if it has an argument of that
 name.
 
-To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with
-another `forward`, which translates; a wrapper around it would change the names of the parameters.
+To the rest of shardwise the module then looks like the transformer. An `Adapted` module takes its place, with
+the same parameters under the same names (models/replace.py), and its `forward` translates.
 
 A loss is divided by the tokens that have a target, unless the module counts something else in a method
 `count_items(inputs, targets)`: sequences, say, where it finds one class for each. It is a method and not a
@@ -19,8 +19,8 @@ Mixed precision: shardwise's layers follow the dtype of their input, those of ot
 and float16 a module runs under torch's autocast, whether its weights are float32 masters (one device, zero =
 0) or come cast from FSDP2. What `nn.Embedding` looks up is cast as in the transformer, since autocast would
 leave the residual stream in float32 in one case and not in the other, and a layout would round differently
-from one device. A plain `nn.Embedding` becomes the transformer's kind, which sums its gradient in float32
-(models/layers.py); one with options of its own keeps torch's sum.
+from one device. A plain `nn.Embedding` is replaced by the transformer's kind, which sums its gradient in
+float32 (models/layers.py); one with options of its own keeps torch's sum, and a `Cast` takes its place.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from shardwise.config.own_module import locate_module
 from shardwise.errors import UserError
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
+from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
 from shardwise.plurals import counted
 
 OPTIONAL = ("documents", "positions", "logits_at")
@@ -141,8 +142,10 @@ def _line(error: BaseException, model: Model) -> str:
 
 
 def accepted(module: nn.Module) -> set[str]:
-    """Those of the optional arguments that the module's own forward has."""
-    parameters = inspect.signature(getattr(module, "_own_forward", module.forward)).parameters
+    """Return those of the optional arguments that the forward of a user's module has."""
+    if isinstance(module, Adapted):
+        return module.accepted_arguments
+    parameters = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name for name in OPTIONAL if takes_any or name in parameters}
 
@@ -167,57 +170,93 @@ def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
             else f"a tensor of shape {tuple(count.shape)}"
         )
         raise UserError(
-            f"{type(module).__name__}.count_items gave {what}; it must give one number, how many items the "
+            f"{name_of(module)}.count_items gave {what}; it must give one number, how many items the "
             f"loss of these targets "
             "is a sum over, for example (targets[:, -1] != -100).sum()"
         )
     return count.double()
 
 
-def adapt(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let the module be called as the transformer is, and compute in that dtype."""
-    kind, known = type(module), accepted(module)
-    of_instance = vars(module).pop("forward", None)  # it would hide that of any class
+class Adapted(Replacement):
+    """A user's module that is called as the transformer is, and computes in the dtype of the job."""
+
+    adapted_name: str
+    """The name of the user's class, for messages."""
+    adapted_dtype: torch.dtype
+    accepted_arguments: set[str]
+    """Those of the optional arguments that the user's forward has."""
 
     def forward(
-        self: nn.Module,
+        self,
         inputs: Tensor,
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         logits_at: int | None = None,
     ) -> Tensor:
+        """The loss, or without targets the logits, which the user's forward returns for the arguments that it
+        has."""
         given = {"documents": documents, "positions": positions, "logits_at": logits_at}
+        known, dtype = self.accepted_arguments, self.adapted_dtype
         more = {name: value for name, value in given.items() if value is not None and name in known}
         with _mixed(inputs.device.type, dtype):
-            own_forward = of_instance or kind.forward.__get__(self)
-            result = own_forward(inputs, targets, **more)
+            result = super().forward(inputs, targets, **more)
         if targets is not None:
-            return _checked_loss(result, kind.__name__).to(wide(dtype))
-        if not isinstance(result, Tensor) or result.ndim < 2:
-            raise UserError(
-                f"{kind.__name__}.forward must return logits (batch, sequence, vocabulary) where it gets no "
-                f"targets"
-            )
-        result = result.to(dtype)
-        if logits_at is None or "logits_at" in known:
-            return result
-        if result.shape[1] <= logits_at:
-            raise UserError(
-                f"{kind.__name__}.forward gave logits of {counted(result.shape[1], 'position')} of a longer "
-                f"sequence; without "
-                "targets it must return (batch, sequence, vocabulary), to be sampled from"
-            )
-        return result[:, logits_at]
+            return _checked_loss(result, self.adapted_name).to(wide(dtype))
+        logits = _checked_logits(result, self.adapted_name).to(dtype)
+        chosen = None if "logits_at" in known else logits_at
+        return logits if chosen is None else _logits_at(logits, chosen, self.adapted_name)
 
+    def extra_repr(self) -> str:
+        """What the module says of itself, and what is done to its results."""
+        autocast = "under autocast" if self.adapted_dtype in MIXED else "as it is"
+        adapted = f"run {autocast}, logits in {_short(self.adapted_dtype)}"
+        return join_texts(super().extra_repr(), adapted)
+
+
+class Cast(Replacement):
+    """An embedding with options of its own, whose vectors are cast to the computing dtype."""
+
+    cast_dtype: torch.dtype
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The embedding's own, cast."""
+        return super().forward(*inputs, **named).to(self.cast_dtype)
+
+    def extra_repr(self) -> str:
+        """What the embedding says of itself, and the dtype of its vectors."""
+        return join_texts(super().extra_repr(), f"cast to {_short(self.cast_dtype)}")
+
+
+def adapt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a module that takes the place of a user's: it is called as the transformer is, and computes in
+    that dtype."""
+    replacements: dict[nn.Module, nn.Module] = {}
     if dtype in MIXED:
-        for part in module.modules():
-            if _is_plain(part):
-                part.__class__ = Embedding
-            elif isinstance(part, nn.Embedding):
-                part.register_forward_hook(lambda _, inputs, output: output.to(dtype))
-    own = {"forward": forward, "_own_forward": of_instance or kind.forward, "__module__": kind.__module__}
-    module.__class__ = type(kind.__name__, (kind,), own)
+        embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+        replacements = {part: _in_dtype(part, dtype) for part in embeddings}
+    replacements[module] = replacement(
+        replacements.get(module, module),
+        Adapted,
+        adapted_name=type(module).__name__,
+        adapted_dtype=dtype,
+        accepted_arguments=accepted(module),
+    )
+    return put_in_place(module, replacements)
+
+
+def _in_dtype(part: nn.Embedding, dtype: torch.dtype) -> nn.Module:
+    """Return an embedding that takes the place of this one and gives vectors in that dtype."""
+    return Embedding.of(part) if _is_plain(part) else replacement(part, Cast, cast_dtype=dtype)
+
+
+def name_of(module: nn.Module) -> str:
+    """Return the name of a module's class, which is the user's where it is a user's module."""
+    return module.adapted_name if isinstance(module, Adapted) else type(module).__name__
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_plain(part: nn.Module) -> bool:
@@ -234,6 +273,23 @@ def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
     if dtype not in MIXED or device_type == "meta":
         return nullcontext()
     return torch.autocast(device_type, dtype)
+
+
+def _checked_logits(result: Any, name: str) -> Tensor:
+    if isinstance(result, Tensor) and result.ndim >= 2:
+        return result
+    raise UserError(
+        f"{name}.forward must return logits (batch, sequence, vocabulary) where it gets no targets"
+    )
+
+
+def _logits_at(logits: Tensor, position: int, name: str) -> Tensor:
+    if logits.shape[1] <= position:
+        raise UserError(
+            f"{name}.forward gave logits of {counted(logits.shape[1], 'position')} of a longer sequence; "
+            "without targets it must return (batch, sequence, vocabulary), to be sampled from"
+        )
+    return logits[:, position]
 
 
 def _checked_loss(result: Any, name: str) -> Tensor:

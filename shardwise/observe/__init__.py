@@ -1,9 +1,9 @@
 """Measurements and how they are shown: counters, MFU, memory, the ledger of collectives, sinks and report."""
 
 from shardwise.observe.clock import SPANS, SpanPart, StepClock, present_time
-from shardwise.observe.devices import mfu, peak_flops
 from shardwise.observe.ledger import AxisTimes, Collective, Ledger, axis_times
 from shardwise.observe.memory_use import memory_kind, peak_memory
+from shardwise.observe.mfu import mfu
 from shardwise.observe.output import unblocked_output
 from shardwise.observe.record_files import EventsFile, MetricsFile, write_text
 from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
@@ -34,7 +34,6 @@ __all__ = [
     "mfu",
     "newest",
     "open_sinks",
-    "peak_flops",
     "peak_memory",
     "present_time",
     "read_events",

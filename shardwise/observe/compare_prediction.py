@@ -36,9 +36,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.config import MODEL_AXES
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record
+from shardwise.plan.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.plurals import counted
+from shardwise.units import GIB
 
 Row = dict[str, Any]
 """Fields `what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured` and `ratio` (measured /
@@ -46,11 +49,7 @@ predicted), null where unknown. Rows of seconds also have the planner's `terms`,
 `predicted_calls` and `measured_calls` of a step.
 """
 
-COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
-COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
-IDLE = ("imbalance", "bubble")
 _EXPOSED = "exposed_communication"
-_GIB = 2.0**30
 _CLOSE = 0.05
 """Disagreements below this fraction are not mentioned."""
 _COLUMNS: dict[str, JustifyMethod] = {
@@ -71,9 +70,7 @@ def compare(
 
 def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: bool) -> bool:
     """Return whether the waiting time of these steps was measured separately from their computing time."""
-    unseen = not on_cpu and any(
-        (layout.get(axis) or 1) > 1 for axis in ("pipeline", "context", "tensor", "expert")
-    )
+    unseen = not on_cpu and any((layout.get(axis) or 1) > 1 for axis in MODEL_AXES)
     return not unseen and all(_EXPOSED in step.get("spans", {}) for step in steps)
 
 
@@ -126,10 +123,10 @@ def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: boo
     known = [step["memory_bytes"] for step in steps if step.get("memory_bytes") is not None]
     without = 0.0 if on_cpu else predicted.get("overhead", 0.0)
     name = "peak memory" if on_cpu else "peak memory, without overhead"
-    yield _row(name, "memory", (predicted["total"] - without) * _GIB, max(known, default=None))
+    yield _row(name, "memory", (predicted["total"] - without) * GIB, max(known, default=None))
     for kind, value in predicted.items():
         if kind != "total":
-            yield _row(f"memory of {kind}", "memory", value * _GIB, None)
+            yield _row(f"memory of {kind}", "memory", value * GIB, None)
 
 
 def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]) -> Iterator[Row]:

@@ -22,6 +22,7 @@ from shardwise.observe.format import format_bytes, format_count, format_duration
 from shardwise.observe.summary import Summary, summarise
 from shardwise.observe.text_plots import bar, line_plot
 from shardwise.plurals import counted
+from shardwise.units import GIB
 
 __all__ = ["render", "summarise"]
 
@@ -222,7 +223,7 @@ def _memory(summary: Summary) -> str:
     if summary["peak_memory_bytes"] is None:
         return "n/a"
     planned = summary["predicted_states_gib"]
-    states = None if planned is None else f"of it {format_bytes(planned * 2**30)} of model states, as planned"
+    states = None if planned is None else f"of it {format_bytes(planned * GIB)} of model states, as planned"
     notes = [summary["memory_kind"], states]
     remark = "; ".join(note for note in notes if note)
     return format_bytes(summary["peak_memory_bytes"]) + (f" ({remark})" if remark else "")

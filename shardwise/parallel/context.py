@@ -30,15 +30,16 @@ from shardwise.config import Model, context_attention
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
 from shardwise.models.attention import AttentionMask, CausalAttention
-from shardwise.parallel.modules import ParallelModule, Share, make_parallel
+from shardwise.models.replace import put_in_place
+from shardwise.parallel.modules import ParallelModule, Share, parallel_module
 from shardwise.parallel.ring import ring_attention, zigzag_positions
 from shardwise.parallel.ulysses import contiguous_positions, ulysses_attention
 
 AXIS = "context"
 
 
-def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Model) -> None:
-    """Give the modules that mix tokens a way to do so over devices."""
+def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Model) -> nn.Module:
+    """Return the model with modules in it that mix tokens over devices."""
     attention = Ring if context_attention(config, comm.mesh.layout) == "ring" else Ulysses
     mixing = [module for path, module in model.named_modules() if matches(table.mixing, path)]
     if not mixing:
@@ -46,11 +47,12 @@ def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Mo
             "layout.context: the model's sharding table names no modules as `mixing`, so a sequence cannot "
             "be split"
         )
-    for module in mixing:
-        make_parallel(module, attention, Share.of(comm, AXIS))
+    share = Share.of(comm, AXIS)
+    split = {module: parallel_module(module, attention, share) for module in mixing}
     for path, module in model.named_modules():
         if matches(table.mask, path) or isinstance(module, AttentionMask):
-            make_parallel(module, Unused, Share.of(comm, AXIS))
+            split[module] = parallel_module(module, Unused, share)
+    return put_in_place(model, split)
 
 
 def own_positions(model: Model, comm: Comm, length: int) -> Tensor:

@@ -137,6 +137,21 @@ class SingleDevice(DataParallel):
     """No other device holds the same weights: nothing to exchange."""
 
 
+class _ModelOrSum(nn.Module):
+    """What DDP calls: the model, or without any input a sum of one number of each trained weight, whose
+    backward asks for nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if inputs or named:
+            return self.model(*inputs, **named)
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        return torch.stack([parameter.flatten()[0] for parameter in trained]).sum()
+
+
 @dataclass
 class Replicated(DataParallel):
     """zero = 0: torch's DistributedDataParallel, with our sum in its buckets."""
@@ -155,7 +170,7 @@ class Replicated(DataParallel):
             # torch 2.13 renames broadcast_buffers, but its new name is unknown to 2.11.
             warnings.simplefilter("ignore", FutureWarning)
             self.ddp = DistributedDataParallel(
-                self.model,
+                _ModelOrSum(self.model),
                 process_group=group,
                 bucket_cap_mb=None if self.bucket_bytes is None else self.bucket_bytes / 2**20,
                 broadcast_buffers=False,
@@ -181,12 +196,7 @@ class Replicated(DataParallel):
         stopped. A backward that asks nothing of the weights, in the order DDP expects (last parameter first),
         gets that over with before the first step.
         """
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.model.forward = lambda: torch.stack([parameter.flatten()[0] for parameter in parameters]).sum()
-        try:
-            self.ddp().backward()
-        finally:
-            del self.model.forward
+        self.ddp().backward()
         self.model.zero_grad()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -33,8 +33,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardwise.comm import Comm
 from shardwise.comm.autograd import all_to_all, eager, total
 from shardwise.models import MixtureOfExperts, Sharding
+from shardwise.models.replace import put_in_place
 from shardwise.models.sorting import Sorting, inverse, permute
-from shardwise.parallel.modules import ParallelModule, Share, make_parallel
+from shardwise.parallel.modules import ParallelModule, Share, parallel_module
 
 AXIS = "expert"
 Visit = Callable[[Tensor, Tensor], Tensor]
@@ -47,8 +48,10 @@ def expert_modules(model: nn.Module, table: Sharding) -> list[nn.Module]:
     return [module for role, module in roles if role is not None and role.kind == "experts"]
 
 
-def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> None:
-    """Give this device its experts, and send every row to the owner of its expert. On the meta device."""
+def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> nn.Module:
+    """Return the model, on the meta device, with this device's experts in it: every row is sent to the owner
+    of its expert."""
+    split: dict[nn.Module, nn.Module] = {}
     for module in expert_modules(model, table):
         if comm.mesh.size(AXIS) > 1:
             for name, weight in list(module.named_parameters(recurse=False)):
@@ -56,8 +59,10 @@ def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> None:
                     weight.detach(), comm.mesh.sub(AXIS), [Shard(0)], src_data_rank=None
                 )
                 module.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
-            make_parallel(module, Exchanged, Share.of(comm, AXIS))
+            split[module] = parallel_module(module, Exchanged, Share.of(comm, AXIS))
+    model = put_in_place(model, split)
     split_sequences(model, comm)
+    return model
 
 
 class Exchanged(ParallelModule):

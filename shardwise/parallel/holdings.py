@@ -12,7 +12,7 @@ that hold the same slice share a line.
 
 A slice names the dims up to the last one that is split. tests/parallel/placements holds the tables of a few
 jobs, and the lines that make them; in a run, gather each rank's `own_slices` and take the shapes from
-`plan.parameter_shapes`.
+`config.parameters.parameter_shapes`.
 """
 
 from __future__ import annotations

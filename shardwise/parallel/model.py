@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
+from shardwise.config import TOKEN_AXES
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel
@@ -90,7 +92,7 @@ class ParallelModel:
                 (name, value) for name, value in part.model.state_dict().items() if name not in trained
             )
 
-    def residuals(self) -> Iterator[tuple[str, Tensor]]:
+    def residuals(self) -> Iterator[tuple[StateKey, Tensor]]:
         """What compression left out of this rank's gradients so far; nothing where gradients are not
         compressed."""
         for part in self.parts:
@@ -124,7 +126,7 @@ class ParallelModel:
         if not self.mixtures:  # a stage may have none
             return torch.zeros(0, 1, dtype=torch.int64, device=self.comm.device)
         loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
-        for axis in ("replica", "data", "context", "tensor"):  # each of them had other tokens
+        for axis in TOKEN_AXES:  # each of them had other tokens
             self.comm.all_reduce(loads, axis)
         return loads
 

@@ -11,23 +11,19 @@ Weights are DTensors (who has which slice: sharded further by FSDP2, saved, load
 the module's own code must see plain tensors. So a property of each weight's name reads this device's part,
 while `named_parameters` and all that builds on it find the DTensor.
 
-It stays the same object, with the same parameters' names, hooks and parent, and gets another class, as FSDP2
-does it too. A new object in its place would miss whoever else holds the old one: a user's module may keep its
-layers in a list, or use one twice. One class serves all modules of a kind, because the compiler compiles
-blocks anew whose parts differ in class.
+models/replace.py says how the new module takes the place of the plain one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Comm
+from shardwise.models.replace import Replacement, join_texts, replacement
 from shardwise.optim import local
 from shardwise.plan.chunks import largest_part
 from shardwise.plan.sharding import Role
@@ -56,7 +52,7 @@ class Share:
         return range(min(length, longest * self.index), min(length, longest * (self.index + 1)))
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Replacement):
     """A module of which the devices of an axis have a share each. Subclasses say how, and come before the
     module's own class: so its names are such as a user's module does not have."""
 
@@ -76,40 +72,19 @@ class ParallelModule(nn.Module):
             f"{self.parallel_share.axis} {self.parallel_share.index} of {self.parallel_share.size}: "
             f"{self.describe_share()}"
         )
-        return ", ".join(text for text in (super().extra_repr(), share) if text)
+        return join_texts(super().extra_repr(), share)
 
 
-class _ForwardOfInstance(nn.Module):
-    """Comes before the class of a module that had a `forward` set on the instance, where it would hide those
-    of all classes."""
-
-    parallel_forward_of_instance: Callable[..., Any]
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.parallel_forward_of_instance(*inputs, **named)
-
-
-def make_parallel(module: nn.Module, kind: type[ParallelModule], share: Share) -> None:
-    """Let this device compute its share of a module, in the way of `kind`."""
-    bases: tuple[type[nn.Module], ...] = (kind, type(module))
-    if "forward" in vars(module):
-        vars(module)["parallel_forward_of_instance"] = vars(module).pop("forward")
-        bases = (kind, _ForwardOfInstance, type(module))
-    vars(module)["parallel_share"] = share
-    module.__class__ = _joined(bases, tuple(module._parameters))
+def parallel_module(
+    module: nn.Module, kind: type[ParallelModule], share: Share, **attributes: object
+) -> nn.Module:
+    """Return a module that takes the place of this one and computes this device's share of it, in the way of
+    `kind`. Its weights read as this device's part of them."""
+    parts = {name: _part(name) for name in module._parameters}
+    return replacement(module, kind, parts, parallel_share=share, **attributes)
 
 
 @cache
-def _joined(bases: tuple[type[nn.Module], ...], weights: tuple[str, ...]) -> type[nn.Module]:
-    """The class that is all of these, and whose weights read as this device's part of them."""
-    kind, *_, own = bases
-    return type(
-        f"{kind.__name__}{own.__name__}",
-        bases,
-        {"__module__": own.__module__, **{name: _part(name) for name in weights}},
-    )
-
-
 def _part(name: str) -> property:
     def read(self: ParallelModule) -> Tensor | None:
         weight = self._parameters[name]

@@ -17,7 +17,6 @@ whole blocks.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise._torch import set_activation_memory_budget
 from shardwise.models import MixtureOfExperts
+from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
 from shardwise.parallel.ring import RING
 
 _DROPOUT = {
@@ -47,20 +47,39 @@ _PRODUCTS = {
 }
 
 
-def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool, draws: bool = False) -> None:
-    """Arrange the blocks' forward so that activations are recomputed in backward as `mode` says. Where blocks
-    may draw random numbers (`draws`), they draw the same ones again; to keep the state of the generators
-    takes some microseconds a block."""
+class Recomputed(Replacement):
+    """A module whose activations are recomputed in backward."""
+
+    recompute_mode: str
+    """One of the modes above that recompute something."""
+    recompute_options: dict[str, Any]
+    """What torch's checkpoint is told."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own, of which less is kept."""
+        return checkpoint(super().forward, *inputs, **self.recompute_options, **named)
+
+    def extra_repr(self) -> str:
+        """What the module says of itself, and how much is recomputed."""
+        return join_texts(super().extra_repr(), f"recomputed: {self.recompute_mode}")
+
+
+def recompute(
+    model: nn.Module, blocks: Sequence[nn.Module], mode: str | float, compiled: bool, draws: bool = False
+) -> None:
+    """Replace these blocks of the model, or modules in them, by ones whose activations are recomputed in
+    backward as `mode` says. Where blocks may draw random numbers (`draws`), they draw the same ones again; to
+    keep the state of the generators takes some microseconds a block."""
     if isinstance(mode, float | int):
         if compiled:
             set_activation_memory_budget(float(mode))
             return
-        for block in blocks[: math.ceil((1 - mode) * len(blocks))]:
-            _wrap(block, None, draws)
-    elif mode != "none":
-        for block in blocks:
-            for module in [block] if mode == "full" else _selected(block):
-                _wrap(module, _CONTEXTS[mode], draws)
+        chosen, mode = list(blocks[: math.ceil((1 - mode) * len(blocks))]), "full"
+    elif mode in ("none", "full"):
+        chosen = list(blocks) if mode == "full" else []
+    else:
+        chosen = [module for block in blocks for module in _selected(block)]
+    put_in_place(model, {module: _recomputed(module, mode, draws) for module in chosen})
 
 
 def _selected(block: nn.Module) -> list[nn.Module]:
@@ -75,12 +94,12 @@ def _selected(block: nn.Module) -> list[nn.Module]:
     return [*(module for module in block.children() if module not in mixtures), *shared]
 
 
-def _wrap(block: nn.Module, contexts: Callable[[], Any] | None, draws: bool) -> None:
-    more: dict[str, Any] = {"context_fn": contexts} if contexts else {}
-    # Replacing forward, rather than wrapping the module, keeps the parameters' names.
-    block.forward = functools.partial(
-        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=draws, **more
-    )
+def _recomputed(module: nn.Module, mode: str, draws: bool) -> nn.Module:
+    """Return the module that takes the place of this one."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+    if contexts := _CONTEXTS[mode]:
+        options["context_fn"] = contexts
+    return replacement(module, Recomputed, recompute_mode=mode, recompute_options=options)
 
 
 def _keep_products() -> Any:

@@ -1,5 +1,5 @@
-"""What compression left out of gradients so far, as part of a run's state (checkpoint/residuals.py says how
-it is named).
+"""What compression left out of gradients so far, as part of a run's state (checkpoint/state_key.py has the
+keys).
 
 A device's residual of a parameter has the shape of what it encodes: the whole parameter where gradients are
 summed whole or scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the
@@ -9,12 +9,13 @@ same on all devices that sum the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.residuals import ResidualName
+from shardwise.checkpoint.state_key import GradientSlice, StateKey, StateKind
 from shardwise.comm import Compressor
-from shardwise.comm.powersgd import LowRankSum
+from shardwise.comm.low_rank import LowRankSum
 from shardwise.mesh import Mesh
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.placement import held
@@ -24,28 +25,31 @@ EVERYONE = {SHARDS: COPIES, EXPERT_SHARDS: f"replica x {EXPERT_SHARDS}"}
 """Axes over which gradients are scattered, and all devices that hold the same parameter in pieces."""
 
 
-def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """By name; what is loaded into these tensors is what compression goes on with."""
+def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[StateKey, Tensor]]:
+    """Yield residuals and factors with their keys; what is loaded into these tensors is what compression goes
+    on with."""
     for compressor in part.compressors:
         residuals = compressor.residuals()
         for name, parameter in part.model.named_parameters():
-            said = _name(compressor, name, parameter, mesh)
+            where = _slice(compressor, parameter, mesh)
             if name in residuals:
-                yield str(said), _own(residuals[name], said, compressor.axis in EVERYONE)
+                key = StateKey(StateKind.RESIDUAL, name, part=where)
+                yield key, _unpadded(residuals[name], where, compressor.axis in EVERYONE)
             if isinstance(compressor.sums, LowRankSum) and name in compressor.settings.names:
                 factor = compressor.sums.factor(name, parameter.shape[-1], compressor.comm.device)
-                yield said.of_factor(compressor.group.size()), factor
+                shared = replace(where, device=where.device // compressor.group.size(), devices=None)
+                yield StateKey(StateKind.FACTOR, name, part=shared), factor
 
 
-def _name(compressor: Compressor, name: str, parameter: nn.Parameter, mesh: Mesh) -> ResidualName:
+def _slice(compressor: Compressor, parameter: nn.Parameter, mesh: Mesh) -> GradientSlice:
+    """Return the slice of a parameter whose gradients this device compresses."""
     devices = EVERYONE.get(compressor.axis, compressor.axis)
     box = tuple((part.start, part.stop) for part in held(parameter, whole=compressor.axis in EVERYONE))
-    return ResidualName(
-        compressor.label.replace(" ", ""), name, box, mesh.coordinate(devices), mesh.size(devices)
-    )
+    axis = compressor.label.replace(" ", "")
+    return GradientSlice(axis, box, mesh.coordinate(devices), mesh.size(devices))
 
 
-def _own(residual: Tensor, said: ResidualName, scattered: bool) -> Tensor:
-    """Without the padding that follows."""
-    begin, end = said.box[0]
+def _unpadded(residual: Tensor, where: GradientSlice, scattered: bool) -> Tensor:
+    """Return a residual without the padding that follows it."""
+    begin, end = where.box[0]
     return residual.flatten(0, 1)[: end - begin] if scattered else residual[: end - begin]

@@ -19,15 +19,15 @@ Seeding costs the host some microseconds a block. The transformer draws nothing 
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import Comm
+from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
 
 
 class Seeds:
@@ -40,18 +40,10 @@ class Seeds:
     def begin(self, sequence: int) -> None:
         """A forward begins, of a micro-batch whose first sequence has this number in the run."""
         self._sequence = sequence
-        self._plant("")
+        self.plant("")
 
-    def before(self, block: nn.Module, name: str) -> None:
-        """Let every forward of a block begin with a seed of its own. Outermost, so that the compiler does not
-        see it."""
-        block.forward = functools.partial(self._seeded, block.forward, name)
-
-    def _seeded(self, forward: Callable[..., Any], name: str, *inputs: Any, **named: Any) -> Any:
-        self._plant(name)
-        return forward(*inputs, **named)
-
-    def _plant(self, block: str) -> None:
+    def plant(self, block: str) -> None:
+        """Seed the generators for this block of the micro-batch."""
         digest = hashlib.blake2b(
             f"{self._seed}:{self._sequence}:{self._part}:{block}".encode(), digest_size=8
         ).digest()
@@ -59,3 +51,33 @@ class Seeds:
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+
+class Seeded(Replacement):
+    """A block whose every forward begins with a seed of its own."""
+
+    seeds_of_model: Seeds
+    seeded_name: str
+    """The number of the block in the model."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The block's own, after the generators are seeded."""
+        self.seeds_of_model.plant(self.seeded_name)
+        return super().forward(*inputs, **named)
+
+    def extra_repr(self) -> str:
+        """What the block says of itself, and what its random numbers depend on."""
+        # Without the block's number, so that torch prints equal blocks once.
+        return join_texts(super().extra_repr(), "random numbers seeded by micro-batch and block")
+
+
+def seed_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], seeds: Seeds) -> None:
+    """Replace these blocks of the model by ones that begin with a seed. This comes after compilation, so that
+    the compiler does not see it."""
+    put_in_place(
+        model,
+        {
+            block: replacement(block, Seeded, seeds_of_model=seeds, seeded_name=name)
+            for name, block in blocks.items()
+        },
+    )

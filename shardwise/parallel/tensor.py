@@ -45,8 +45,9 @@ from shardwise.models.float8 import Float8
 from shardwise.models.layers import lookup
 from shardwise.models.loss import cap_logits
 from shardwise.models.products import linear
+from shardwise.models.replace import put_in_place
 from shardwise.optim import local
-from shardwise.parallel.modules import ParallelModule, Share, make_parallel
+from shardwise.parallel.modules import ParallelModule, Share, parallel_module
 from shardwise.plan.chunks import largest_part
 from shardwise.plan.sharding import copies_parts, split_dim
 
@@ -100,33 +101,38 @@ def _reason(role: Role, module: nn.Module) -> str | None:
     return None
 
 
-def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_again: bool = False) -> None:
-    """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to
+def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_again: bool = False) -> nn.Module:
+    """Return this rank's part of a plain model on the meta device, which it is made from. Experts are left to
     parallel/expert.py.
 
     With `gather_again`, gathered sequences are let go after forward and gathered again in backward.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
-    for path, module in list(model.named_modules()):
+    split: dict[nn.Module, nn.Module] = {}
+    for path, module in model.named_modules():
         role = table.role(path)
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if role is None:
             if names:
                 raise UserError(missing_entry(path, names))
         elif role.kind != "experts":
-            _make_parallel(module, Share.of(comm, AXIS, role), gather_again)
+            split[module] = _split(module, Share.of(comm, AXIS, role), gather_again)
             for name in names:
                 _distribute(module, name, split_dim(role, name, comm.mesh.size(AXIS)), comm, distributed)
+    return put_in_place(model, split)
 
 
-def _make_parallel(module: nn.Module, share: Share, gather_again: bool) -> None:
+def _split(module: nn.Module, share: Share, gather_again: bool) -> nn.Module:
+    """Return the module that takes the place of this one, in the way that its role asks for."""
     assert share.role is not None
     kind = _KINDS[share.role.kind]
-    if kind is Gathered:
-        vars(module)["parallel_input"] = next(iter(signature(module.forward).parameters), "")
-    make_parallel(module, Regathered if kind is Gathered and gather_again else kind, share)
-    if kind is Gathered:
-        module.register_forward_pre_hook(_gather_input, with_kwargs=True)
+    if kind is not Gathered:
+        return parallel_module(module, kind, share)
+    first = next(iter(signature(module.forward).parameters), "")
+    kind = Regathered if gather_again else Gathered
+    gathered = parallel_module(module, kind, share, parallel_input=first)
+    gathered.register_forward_pre_hook(_gather_input, with_kwargs=True)
+    return gathered
 
 
 def missing_entry(path: str, names: list[str]) -> str:

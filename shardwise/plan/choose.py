@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config import (
+    RANK_AXES,
     Config,
     Layout,
     Train,
@@ -23,22 +24,24 @@ from shardwise.config import (
     least_zero,
     nearest_layout,
     nearest_to,
-    needs_whole_momenta,
     problems_of_layout,
-    stages_on_a_rank,
+    stages_per_rank,
     with_nearby_that_divides,
 )
 from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
+from shardwise.config.parameters import OwnParameters, count
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8 import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.parameters import OwnParameters, count
-from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
+from shardwise.plan.model_spec import ModelSpec
+from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plan.stages import stage_blocks
 from shardwise.plurals import counted
+from shardwise.units import GIB
 
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6
@@ -92,11 +95,16 @@ def choose(
     length = config.data.sequence_length
     values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
     return Plan(
+        model=ModelSpec.of(config),
         layout=layout,
         micro_batch=micro_batch,
         accumulation=accumulation,
         recompute=config.train.recompute,
         decisions=_decisions(config, values, whys | more, asked),
+        optimizer=config.optimizer,
+        compile=config.train.compile,
+        varies_rows=driver_of(config).varies_rows,
+        one_copy=driver_of(config).why_unsharded is not None,
         parameters=parameters.total if parameters else count(config.model),
         frozen=parameters.frozen if parameters else 0,
         flops_per_token=own_flops_per_token(parameters)
@@ -179,7 +187,7 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         values["compression_axes"] = "all"
         whys["compression_axes"] = "a replica is one device here, so all sums are between replicas"
     if layout.pipeline > 1:
-        stages = stages_on_a_rank(layout)
+        stages = stages_per_rank(layout)
         blocks = stage_blocks(
             config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages
         )
@@ -256,11 +264,8 @@ def _with_data(config: Config, devices: int) -> Layout:
 
 
 def _product(layout: Layout) -> str:
-    axes = ("pipeline", "replica", "data", "context", "tensor")
-    return (
-        " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
-        or "data 1"
-    )
+    used = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
+    return " x ".join(used) or "data 1"
 
 
 def _what_fits(
@@ -276,8 +281,8 @@ def _what_fits(
         )
 
     assert layout.zero is not None, "it is chosen"
-    shards = shares_weights(layout, config.model.experts) and config.train.driver != "hogwild"
-    most = 0 if needs_whole_momenta(config.train, layout) or not shards else 3
+    shards = shares_weights(layout, config.model.experts) and driver_of(config).why_unsharded is None
+    most = 0 if config.optimizer.needs_whole_states(layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
     can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
@@ -305,12 +310,12 @@ def _zero(
 ) -> tuple[int, str]:
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
-    if config.train.driver == "hogwild":
-        return 0, "workers share one memory"
+    if why := driver_of(config).why_unsharded:
+        return 0, why
     if layout.zero is not None:
         return layout.zero, "as asked"
-    if needs_whole_momenta(config.train, layout):
-        return 0, "1-bit Adam compresses whole momenta"
+    if config.optimizer.needs_whole_states(layout):
+        return 0, f"{config.optimizer.title} compresses whole momenta"
     if layout.replica > 1:
         return 3, "replica is above 1, which asks for hybrid sharding"
     if layout.offload:

@@ -29,13 +29,10 @@ count by it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any, Protocol
 
-from shardwise.config import SPLIT_BACKWARD
+from shardwise.config.schedules import Pipeline, splits_backward
 from shardwise.plan.grid import Degrees, expert_shards
-from shardwise.plan.schedule import SCHEDULES
 
 SUMS_UNDER_WAY = 4
 """Units whose gradients CPU workers sum at once, behind the backward pass."""
@@ -43,15 +40,13 @@ Flag = Any
 """A bool of a Layout; an array of them of a Space."""
 
 
-class Choices(Degrees, Protocol):
+class Choices(Degrees, Pipeline, Protocol):
     """Degrees, and the choices that decide who keeps what: a Layout or a Space."""
 
     @property
     def zero(self) -> Any: ...
     @property
     def offload(self) -> Any: ...
-    @property
-    def schedule(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +59,11 @@ class Engine:
     replicated: Flag
     sharded: Flag
     splits_backward: Flag
+
+    @property
+    def name(self) -> str:
+        """The word for it, for a Layout."""
+        return "single" if self.single else "replicated" if self.replicated else "sharded"
 
     @property
     def keeps_gathered(self) -> Flag:
@@ -103,20 +103,3 @@ def engine_of(layout: Choices, experts: int) -> Engine:
 def shares_weights(degrees: Degrees, experts: int) -> Flag:
     """Whether another device of the same replica holds the same weights: else there is nothing to shard."""
     return (degrees.data * degrees.context > 1) | ((experts > 0) & (expert_shards(degrees) > 1))
-
-
-def splits_backward(layout: Choices) -> Flag:
-    """Whether the gradients of inputs and of weights are computed apart."""
-    return (layout.pipeline > 1) & has_schedule(layout, SPLIT_BACKWARD)
-
-
-def has_schedule(layout: Choices, names: tuple[str, ...]) -> Flag:
-    """Whether the schedule is one of these. A Layout has its name, a Space its index in SCHEDULES."""
-    if isinstance(layout.schedule, str):
-        return layout.schedule in names
-    return reduce(or_, (layout.schedule == SCHEDULES.index(name) for name in names))
-
-
-def compiles_blocks(setting: bool | str, device: str) -> bool:
-    """Whether blocks go through torch.compile, by `train.compile` and the kind of device ("cuda", "cpu")."""
-    return setting is True or (setting == "auto" and device == "cuda")

@@ -191,3 +191,18 @@ def _left_out(name: str, train: Train) -> bool:
 
 def _fits(sizes: tuple[int, int]) -> bool:
     return not any(size % MULTIPLE for size in sizes)
+
+
+def idle_float8(model: Model, train: Train) -> list[str]:
+    """Why a job with float8 makes no product in it, for the settings without effect in a run's header
+    (config/no_effect.py); empty where it makes some."""
+    if train.precision != "float8" or in_float8(model, train):
+        return []
+    left = unfit(model, train)
+    if not left:
+        return ["train.precision = 'float8': the job leaves out all products"]
+    asked = " that the job does not leave out" if len(left) < len(list(products(model))) else ""
+    return [
+        f"train.precision = 'float8': the sizes of all products{asked} are no multiples of {MULTIPLE} "
+        f"({left[0]}, …)"
+    ]

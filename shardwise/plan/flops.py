@@ -23,7 +23,7 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.config import Model
-from shardwise.plan.parameters import OwnParameters, parameter_shapes
+from shardwise.config.parameters import OwnParameters, parameter_shapes
 
 FLOP_CONVENTION = "6 per matmul weight (head yes, embedding no) + causal half of attention, no recompute"
 OWN_FLOP_CONVENTION = (

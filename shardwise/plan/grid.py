@@ -16,10 +16,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
 
-from shardwise.config import Layout, borrowed
+from shardwise.config import RANK_AXES, Layout, borrowed
 
-RANK_AXES = ("pipeline", "replica", "data", "context", "tensor")
-"""Outermost first."""
 SHARDS = "data x context"
 """Devices of one replica that hold the same weights and read different tokens: sharded states are shared
 among them."""

@@ -9,10 +9,12 @@ micro-batch of a step begins:
 
 | zero | whole on each device                     | sharded over data          | bfloat16 mixed    |
 | ---- | ---------------------------------------- | -------------------------- | ----------------- |
-| 0    | weights s, gradients s, two moments 2s   |                            | 16P               |
-| 1    | computed weights c, gradients r          | weights s, moments 2s      | 6P + 12P/N        |
-| 2    | computed weights c                       | s + gradients s + 2s       | 2P + 16P/N        |
-| 3    |                                          | s + gradients s + 2s       | 16P/N             |
+| 0    | weights s, gradients s, states ks        |                            | 16P               |
+| 1    | computed weights c, gradients r          | weights s, states ks       | 6P + 12P/N        |
+| 2    | computed weights c                       | s + gradients s + ks       | 2P + 16P/N        |
+| 3    |                                          | s + gradients s + ks       | 16P/N             |
+
+An optimizer keeps k states of each parameter (`Optimizer.slots`); the last column is AdamW's, with two.
 
 The ZeRO paper (Rajbhandari et al., 2020) keeps gradients in 16 bits: 4P + 12P/N and 2P + 14P/N. Here
 gradients are summed over micro-batches and devices in float32, which costs 2 bytes more a gradient and keeps
@@ -33,12 +35,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config import Config, Layout, Train
+from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
-from shardwise.plan.dtypes import BYTES, compute_dtype, reduce_dtype, state_dtype
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import OwnParameters
+from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
-from shardwise.plan.parameters import OwnParameters
 from shardwise.plan.schedule import rank_of_stage
 from shardwise.plan.slices import Count, Part, parts_of, with_peers
 from shardwise.plan.stages import stage_blocks
@@ -65,14 +68,14 @@ def state_bytes(
 ) -> StateBytes:
     """The table above, for the fullest device: of its stages, its part of the matrices and its experts,
     weight by weight. Of a model that is not ours only the number of parameters is known, and they are taken
-    to be split evenly; frozen ones have neither gradients nor moments.
+    to be split evenly; frozen ones have neither gradients nor states of the optimizer.
     """
     engine = engine_of(layout, config.model.experts)
     whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
     if parameters is not None:
         held, trained = (_evenly(count, layout) for count in (parameters.total, parameters.trained))
-        return _states(held, trained, config.train, layout, whole)
-    states = (_states(part, part, config.train, layout, whole) for part in _held(config, layout))
+        return _states(held, trained, config, layout, whole)
+    states = (_states(part, part, config, layout, whole) for part in _held(config, layout))
     return max(states, key=lambda states: states.total)
 
 
@@ -86,12 +89,9 @@ class _Whole:
     """Unreduced, in the dtype they are summed in."""
 
 
-def _states(part: Part, trained: Part, train: Train, layout: Layout, whole: _Whole) -> StateBytes:
-    stored, computed, reduced = (
-        BYTES[state_dtype(train)],
-        BYTES[compute_dtype(train)],
-        BYTES[reduce_dtype(train)],
-    )
+def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _Whole) -> StateBytes:
+    dtypes = Dtypes.of(config.train)
+    stored, computed, reduced = BYTES[dtypes.states], BYTES[dtypes.compute], BYTES[dtypes.sums]
     wider = reduced - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     if layout.zero == 3 and layout.backward_shards is not None:
@@ -100,7 +100,8 @@ def _states(part: Part, trained: Part, train: Train, layout: Layout, whole: _Who
         )  # the copy that neighbours keep for backward
     gradients = reduced * trained.whole if whole.gradients else stored * trained.shard
     residuals = reduced * residual_numbers(trained, SumCompression.of(layout), layout.zero, layout.replica)
-    return StateBytes(weights, gradients, 2 * stored * trained.shard, residuals)
+    optimizer = len(config.optimizer.slots) * stored * trained.shard
+    return StateBytes(weights, gradients, optimizer, residuals)
 
 
 def residual_numbers(part: Part, how: SumCompression | None, zero: Count, replica: Count) -> Count:

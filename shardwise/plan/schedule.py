@@ -38,14 +38,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
-from shardwise.config import IN_A_V
-from shardwise.config.schema import Schedule as ScheduleName
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, Numbers, ScheduleFacts, problem_of_stages
 from shardwise.errors import ConfigError
 
 Kind = Literal["F", "B", "I", "W"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,52 +79,47 @@ def make_schedule(
 ) -> Schedule:
     """The named schedule; `stages_per_rank` is a choice only for `interleaved` (2 if left out). Checking
     costs as much again."""
-    per_rank = stages_on_a_rank(name, stages_per_rank)
+    facts = _facts(name, stages_per_rank)
+    per_rank = stages_per_rank or facts.stages_per_rank
     if ranks < 1 or micro_batches < 1:
         raise ConfigError(
             "the schedule",
             [f"{name}: needs at least one rank and one micro-batch, got {ranks} and {micro_batches}"],
         )
-    if name == "interleaved":
+    if facts.is_interleaved:
         actions = [_interleaved(ranks, rank, micro_batches, per_rank) for rank in range(ranks)]
     else:
         actions = [_ORDERS[name](ranks, rank, micro_batches) for rank in range(ranks)]
-    placement = _placement(name, ranks, per_rank)
+    placed = placement(ranks, per_rank, facts.is_in_a_v)
     schedule = Schedule(
-        name, ranks, len(placement), micro_batches, placement, tuple(tuple(_fused(row)) for row in actions)
+        name, ranks, len(placed), micro_batches, placed, tuple(tuple(_fused(row)) for row in actions)
     )
     if checked:
         check(schedule)
     return schedule
 
 
-def stages_on_a_rank(name: str, asked: int | None = None) -> int:
-    """How many stages the named schedule puts on each rank, refusing a number it cannot do."""
-    if name not in SCHEDULES:
-        raise ConfigError(
-            "the schedule", [f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"]
-        )
-    if name == "interleaved":
-        if asked is not None and asked < 1:
-            raise ConfigError("the schedule", [f"layout.stages_per_rank = {asked}: give 1 or more"])
-        return 2 if asked is None else asked
-    fixed = 2 if name in IN_A_V else 1
-    if asked not in (None, fixed):
-        advice = f"leave it out, or use layout.schedule = 'interleaved' for {asked} stages a rank"
-        problem = f"layout.stages_per_rank = {asked}: {name} has exactly {fixed} a rank; {advice}"
+def _facts(name: str, stages_per_rank: int | None) -> ScheduleFacts:
+    """The facts of the named schedule; raises if there is none or it cannot have so many stages per rank."""
+    if name not in SCHEDULE_FACTS:
+        unknown = f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"
+        raise ConfigError("the schedule", [unknown])
+    if problem := problem_of_stages(name, stages_per_rank):
         raise ConfigError("the schedule", [problem])
-    return fixed
+    return SCHEDULE_FACTS[name]
 
 
 def rank_of_stage(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Which rank holds each stage; one rank holds one."""
-    return _placement(name, ranks, stages_on_a_rank(name, stages_per_rank)) if ranks > 1 else (0,)
+    """Which rank holds each stage. A pipeline of one rank is a single stage."""
+    facts = _facts(name, stages_per_rank)
+    return placement(ranks, stages_per_rank or facts.stages_per_rank, facts.is_in_a_v) if ranks > 1 else (0,)
 
 
-def _placement(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
-    if name in IN_A_V:
+def placement(ranks: int, stages_per_rank: int, is_in_a_v: bool) -> tuple[int, ...]:
+    """Which rank holds each stage: the stages go down the ranks and come back, or round and round."""
+    if is_in_a_v:
         return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(ranks * per_rank))
+    return tuple(stage % ranks for stage in range(ranks * stages_per_rank))
 
 
 # -- one stage a rank ----------------------------------------------------------------------------------------
@@ -177,17 +170,17 @@ def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> It
     if per_rank == 1:
         yield from _one_forward_one_backward(ranks, rank, micro_batches)
         return
-    rounds = _rounds(micro_batches, ranks)
+    dealt = _rounds(micro_batches, ranks)
     forwards = [
-        (rank + chunk * ranks, index) for members in rounds for chunk in range(per_rank) for index in members
+        (rank + chunk * ranks, index) for members in dealt for chunk in range(per_rank) for index in members
     ]
     backwards = [
         (rank + chunk * ranks, index)
-        for members in rounds
+        for members in dealt
         for chunk in reversed(range(per_rank))
         for index in members
     ]
-    longest = max(len(members) for members in rounds)
+    longest = max(len(members) for members in dealt)
     warm_up = min(len(forwards), 2 * (ranks - rank - 1) + (per_rank - 1) * longest)
     yield from (Action(stage, "F", index) for stage, index in forwards[:warm_up])
     for position, (stage, index) in enumerate(backwards):
@@ -196,8 +189,15 @@ def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> It
         yield Action(stage, "B", index)
 
 
+def rounds(micro_batches: Numbers, ranks: Numbers) -> Numbers:
+    """Number of rounds in which an interleaved schedule takes its micro-batches; ints or arrays."""
+    whole = micro_batches // ranks
+    return whole + (whole == 0)
+
+
 def _rounds(micro_batches: int, ranks: int) -> list[range]:
-    count = max(1, micro_batches // ranks)
+    """The micro-batches of each round, in order."""
+    count = rounds(micro_batches, ranks)
     edges = [micro_batches * edge // count for edge in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
+from shardwise.config.parameters import Shape, parameter_shapes
 from shardwise.plan import sharding
 from shardwise.plan.dtypes import computes_wide
-from shardwise.plan.parameters import Shape, parameter_shapes
 from shardwise.plan.sharding import transformer_sharding
 
 Count = Any

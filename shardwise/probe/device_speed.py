@@ -26,10 +26,10 @@ from torch import Tensor
 from shardwise._torch import float8_mm
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.clusters import CLUSTERS
+from shardwise.cost.device_peaks import peak_flops
 from shardwise.mesh import Worker, device_memory, device_name
 from shardwise.models.attention import attention_backends
 from shardwise.models.products import linear
-from shardwise.observe import peak_flops
 from shardwise.probe.bench import Bench
 from shardwise.probe.fit import (
     Shape,

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.save import State
 from shardwise.comm import Peers
 from shardwise.mesh import Mesh
 from shardwise.optim import local
 
-State = dict[str, Tensor]
 TAG = 7
 """Tag of the messages with snapshots."""
 

@@ -15,16 +15,17 @@ import tomli_w
 
 from shardwise.config import Config, Layout
 from shardwise.config.compression import SETTINGS
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.config.parameters import active_count, count
+from shardwise.config.schedules import SCHEDULES
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work, concatenate, take
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
-from shardwise.plan.parameters import active_count, count
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
-from shardwise.search.search import SearchResult, limit, play
+from shardwise.search.search import BESIDE_DATA, SearchResult, limit, play
+from shardwise.units import GIB
 
 LISTED = 4000
 """Layouts in an answer, best first, unless all are asked for."""
@@ -187,9 +188,7 @@ def runner_up(result: SearchResult) -> int | None:
 
 
 def _pattern(space: Space, indices: Ints) -> Any:
-    columns = [
-        getattr(space, axis)[indices] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")
-    ]
+    columns = [getattr(space, axis)[indices] > 1 for axis in BESIDE_DATA]
     return np.stack([*columns, space.zero[indices] == 3], axis=1)
 
 

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.config import Model
+from shardwise.config.parameters import count
 from shardwise.errors import UserError
-from shardwise.plan.parameters import count
 
 TOKENS_PER_PARAMETER = 20.0
 """The rule of thumb of Hoffmann et al.: their methods 1 and 2, table 3, and Chinchilla itself (70B on

@@ -27,14 +27,13 @@ from typing import Any
 
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.cluster_file import write_cluster, write_corrections
-from shardwise.search.scaling import EXPOSED
+from shardwise.plan.step_terms import COMMUNICATION, IDLE
 
 LIMIT = 4.0
 LEAST_SHARE = 0.01
 """Communication below this share of a step is not learned from."""
 LEAST_STEPS = 5
 """Fewer measured steps than this are no measurement."""
-_IDLE = ("imbalance", "bubble")
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _ratios(
     ratios: list[tuple[tuple[str, ...], float | None]] = []
     computing: float | None = None
     for terms, seconds in measured.items():
-        links, idle = (tuple(name for name in terms if name in group) for group in (EXPOSED, _IDLE))
+        links, idle = (tuple(name for name in terms if name in group) for group in (COMMUNICATION, IDLE))
         rest = tuple(name for name in terms if name not in (*links, *idle))
         # computing, and on devices that cannot tell them apart what it waits for, which is taken to be as
         # predicted

@@ -1,41 +1,51 @@
 """Every layout a job could run under, as one `Space`, and how many were refused for which reason.
 
-Degrees are the ways to write the number of devices as pipeline x replica x data x context x tensor. Each is
-held against the rules that `shardwise train` would hold it against (`config/layouts.py`), then multiplied by
-the choices inside it: ZeRO stage, micro-batch, schedule, recomputation, ring or Ulysses, experts. What the
-user has fixed is fixed here; what makes no difference is left out (sharding over one device, a schedule
-without a pipeline).
+Degrees are the ways to write the number of devices as pipeline x replica x data x context x tensor. They are
+multiplied by the choices inside them: ZeRO stage, micro-batch, schedule, recomputation, ring or Ulysses,
+experts. Degrees and choices are kept if they break none of the rules that `shardwise train` holds a layout to
+(`config/layout_rules.py`), which here answer for all of them at once. What the user has fixed is fixed here;
+what makes no difference is left out (sharding over one device, a schedule without a pipeline).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain, product
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from itertools import chain, compress, product
 from typing import Any
 
 import numpy as np
 
 from shardwise.config import (
-    BY_OPERATOR,
-    IN_A_V,
-    SPLIT_BACKWARD,
+    RANK_AXES,
     Config,
     Layout,
     divisors,
     least_zero,
-    needs_whole_momenta,
     problems_of_compression,
 )
 from shardwise.config.compression import AUTO, SETTINGS
-from shardwise.config.layouts import can_borrow, problems_of_nearby, ring_lacks
-from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE, Space, recompute_mode
+from shardwise.config.layout_rules import (
+    DRIVER,
+    EXPERT,
+    NEARBY,
+    OF_DEGREES,
+    PIPELINE,
+    SEQUENCE,
+    JobTables,
+    Rule,
+    first_broken,
+)
+from shardwise.config.layout_rules import RECOMPUTE as OF_RECOMPUTATION
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULE_FACTS, SCHEDULES, ScheduleName
+from shardwise.cost.space import BUT_ATTENTION, FULL, RECOMPUTE, Bools, Ints, Space, recompute_mode, space_of
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.grid import RANK_AXES
-from shardwise.plan.schedule import SCHEDULES
 
+Choices = Sequence[tuple[int, ...]]
+"""Values of some fields of a candidate, together."""
 LARGEST_MICRO_BATCH = 256
 STAGES_PER_RANK = (2, 3, 4, 5, 6, 8, 10)
 """Of the interleaved schedule, where the model has the blocks for it."""
@@ -74,6 +84,25 @@ def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
     return bool(given) and int(np.prod(given)) == devices
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """One way to write the number of devices as a product of degrees, and the choices inside it that break no
+    rule."""
+
+    degrees: dict[str, int]
+    obstacles: dict[int, str | None]
+    """For each size of the expert axis, what keeps the axes from sending as the job asks; None: nothing."""
+    attentions: list[int]
+    """1: a ring, 0: Ulysses."""
+    modes: dict[tuple[int, int], list[int]]
+    """For each schedule and number of stages per rank, the ways to recompute."""
+
+    @property
+    def experts(self) -> list[int]:
+        """Sizes of the expert axis that nothing keeps from being used."""
+        return [expert for expert, problem in self.obstacles.items() if problem is None]
+
+
 def candidates(
     config: Config, devices: int, fixed: Mapping[str, Any], offloading: bool = False
 ) -> Candidates:
@@ -83,12 +112,12 @@ def candidates(
     if is_whole(fixed, devices):
         fixed = {**dict.fromkeys(RANK_AXES, 1), **fixed}
     offloads = [bool(fixed["offload"])] if "offload" in fixed else [False, True] if offloading else [False]
-    modes = _modes(config, fixed)
+    job = JobTables(config.model, config.data, config.train, config.layout)
+    possible = _possible(job, space_of([*map(_open, _degrees(devices, fixed))]), refused)
     parts = [
         part
-        for degrees in _degrees(devices, fixed)
-        if not _refused(config, degrees, refused)
-        for part in _expanded(config, degrees, fixed, offloads, modes, refused)
+        for grid in _grids(job, possible, fixed)
+        for part in _expanded(config, grid, fixed, offloads, refused)
     ]
     names = [field.name for field in fields(Space)]
     columns = {
@@ -129,74 +158,92 @@ def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]
                         yield degrees
 
 
-def _refused(config: Config, degrees: Mapping[str, int], refused: Counter[str]) -> bool:
-    """The first rule that these degrees break, counted."""
-    reason = _reason(config, degrees)
-    if reason:
-        refused[reason] += 1
-    return reason is not None
+def _open(degrees: Mapping[str, int]) -> dict[str, int]:
+    """Degrees as a candidate that asks for the least: a schedule with one stage per rank, and no experts."""
+    return {**degrees, "schedule": SCHEDULES.index(DEFAULT_SCHEDULE)}
 
 
-def _reason(config: Config, degrees: Mapping[str, int]) -> str | None:
-    model, tensor, context = config.model, degrees["tensor"], degrees["context"]
-    if model.heads % tensor:
-        return f"tensor does not divide {model.heads} heads"
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        return f"tensor neither divides {model.kv_heads} key heads nor is divided by them"
-    if model.vocabulary < tensor:
-        return "tensor is more than the vocabulary"
-    if degrees["pipeline"] > model.layers:
-        return f"pipeline has more stages than the model's {model.layers} blocks"
-    if degrees["pipeline"] > 1 and config.train.shares == "by speed":
-        return "pipelines need even shares"
-    if config.data.sequence_length % (tensor * context):
-        return f"a sequence of {config.data.sequence_length} does not divide over context x tensor"
-    if config.train.global_batch % (degrees["replica"] * degrees["data"]):
-        return f"a global batch of {config.train.global_batch} does not divide over replica x data"
-    return None
+def _possible(job: JobTables, grids: Space, refused: Counter[str]) -> Space:
+    """The grids that break no rule. Each of the others is counted under the first rule that it breaks."""
+    for rule in OF_DEGREES:
+        broken = _is_broken((rule,), job, grids)
+        if rule.short and broken.any():
+            refused[rule.short(job)] += int(broken.sum())
+            grids = grids.take(np.flatnonzero(~broken))
+    return grids
+
+
+def _is_broken(rules: Sequence[Rule], job: JobTables, space: Space) -> Bools:
+    """Whether each candidate breaks one of the rules."""
+    return reduce(
+        np.logical_or, (rule.is_broken(job, space) for rule in rules), np.zeros(len(space), np.bool_)
+    )
+
+
+def _grids(job: JobTables, grids: Space, fixed: Mapping[str, Any]) -> Iterator[_Grid]:
+    """Each grid with the choices inside it that break no rule."""
+    all_experts = divisors(job.model.experts) if job.model.experts else [1]
+    wanted = [(fixed["expert"],)] if "expert" in fixed else [(expert,) for expert in all_experts]
+    ways = {"ulysses": [(0,)], "ring": [(1,)]}.get(fixed.get("attention", ""), [(0,), (1,)])
+    runs, tried = ("schedule", "stages_per_rank", "recompute"), _modes(job, fixed)
+    of_grids = zip(
+        _allowed(job, grids, (*EXPERT, *DRIVER), ("expert",), wanted),
+        _allowed(job, grids, SEQUENCE, ("ring",), ways),
+        _allowed(job, grids, (*PIPELINE, *OF_RECOMPUTATION), runs, _runs(tried, fixed)),
+        strict=True,
+    )
+    alone = [(SCHEDULES.index(DEFAULT_SCHEDULE), 1, mode) for mode in tried]
+    for place, (experts, attentions, of_pipeline) in enumerate(of_grids):
+        degrees = {axis: int(getattr(grids, axis)[place]) for axis in RANK_AXES}
+        modes: dict[tuple[int, int], list[int]] = {}
+        for schedule, per_rank, mode in of_pipeline if degrees["pipeline"] > 1 else alone:
+            modes.setdefault((schedule, per_rank), []).append(mode)
+        yield _Grid(
+            degrees,
+            {expert: _obstacle(job, degrees, expert) for (expert,) in experts},
+            [ring for (ring,) in attentions] if degrees["context"] > 1 else [0],
+            modes,
+        )
+
+
+def _allowed(
+    job: JobTables, grids: Space, rules: Sequence[Rule], names: Sequence[str], values: Choices
+) -> list[Choices]:
+    """For each grid, the values of these fields with which it breaks none of the rules."""
+    rows = grids.take(np.repeat(np.arange(len(grids)), len(values)))
+    columns = np.tile(np.asarray(values, np.int64), (len(grids), 1)).T  # (fields, grids x values)
+    broken = _is_broken(rules, job, replace(rows, **dict(zip(names, columns, strict=True))))
+    return [list(compress(values, row)) for row in (~broken).reshape(len(grids), len(values)).tolist()]
+
+
+def _problems(config: Config, grid: _Grid, micro_batches: Sequence[int], asked: int | None) -> list[str]:
+    """Why no candidate has these degrees, for each of the expert axes that it could have; empty where one
+    has."""
+    if not grid.obstacles:
+        return ["expert cannot be made of these axes"]
+    if not grid.experts:
+        return [problem for problem in grid.obstacles.values() if problem]
+    if not grid.attentions:
+        return ["context splits neither the heads nor the sequence evenly"]
+    if not micro_batches:
+        share = f"a device's share of a global batch of {config.train.global_batch}"
+        return [f"train.micro_batch = {asked} does not divide {share}"]
+    return []
 
 
 def _expanded(
-    config: Config,
-    degrees: dict[str, int],
-    fixed: Mapping[str, Any],
-    offloads: Sequence[bool],
-    modes: Sequence[int],
-    refused: Counter[str],
-) -> Iterator[dict[str, np.ndarray[Any, np.dtype[np.int64]]]]:
-    """The choices inside these degrees, as columns."""
+    config: Config, grid: _Grid, fixed: Mapping[str, Any], offloads: Sequence[bool], refused: Counter[str]
+) -> Iterator[dict[str, Ints]]:
+    """The candidates with these degrees, as columns."""
+    degrees, asked = grid.degrees, fixed.get("micro_batch")
     share = config.train.global_batch // (degrees["replica"] * degrees["data"])
-    experts = _experts(config, degrees, fixed)
-    attentions = _attentions(config, degrees, fixed)
-    if not experts:
-        refused["expert cannot be made of these axes"] += 1
-        return
-    obstacles = {expert: _obstacle(config, degrees, expert) for expert in experts}
-    experts = [expert for expert in experts if obstacles[expert] is None]
-    if not experts:
-        refused.update(problem for problem in obstacles.values() if problem)
-        return
-    if not attentions:
-        refused["context splits neither the heads nor the sequence evenly"] += 1
-        return
-    asked = fixed.get("micro_batch")
     micro_batches = [
         size for size in divisors(share) if (size <= LARGEST_MICRO_BATCH if asked is None else size == asked)
     ]
-    if not micro_batches:
-        share_of = f"a device's share of a global batch of {config.train.global_batch}"
-        refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
+    if problems := _problems(config, grid, micro_batches, asked):
+        refused.update(problems)
         return
-    shared = {expert: shares_weights(_layout(degrees, expert), config.model.experts) for expert in experts}
-    states = [(zero, offload) for offload in offloads for zero in _zeros(config, degrees, fixed, offload)]
-    rows = product(states, _schedules(config, degrees, fixed), experts, attentions)
-    choices = [
-        (zero, offload, SCHEDULES.index(schedule), per_rank, expert, ring, mode)
-        for (zero, offload), (schedule, per_rank), expert, ring in rows
-        if zero == 0 or offload or shared[expert]
-        for mode in modes
-        if not (mode and degrees["pipeline"] > 1 and schedule in SPLIT_BACKWARD and _pointless(mode, fixed))
-    ]
+    choices = list(_choices(config, grid, fixed, offloads))
     if not choices:
         return
     table = np.repeat(
@@ -213,38 +260,71 @@ def _expanded(
     yield columns
 
 
-def _modes(config: Config, fixed: Mapping[str, Any]) -> list[int]:
+def _choices(
+    config: Config, grid: _Grid, fixed: Mapping[str, Any], offloads: Sequence[bool]
+) -> Iterator[tuple[int, ...]]:
+    """Every combination of the choices inside a grid: ZeRO stage, offloading, schedule, stages per rank,
+    experts, ring and recomputation."""
+    experts = config.model.experts
+    shared = {expert: shares_weights(_layout(grid.degrees, expert), experts) for expert in grid.experts}
+    states = [
+        (zero, offload) for offload in offloads for zero in _zeros(config, grid.degrees, fixed, offload)
+    ]
+    for (zero, offload), run, expert, ring in product(states, grid.modes, grid.experts, grid.attentions):
+        if zero == 0 or offload or shared[expert]:
+            yield from ((zero, offload, *run, expert, ring, mode) for mode in grid.modes[run])
+
+
+def _modes(job: JobTables, fixed: Mapping[str, Any]) -> list[int]:
     """To keep attention alone is tried where attention is a fourth of the work: elsewhere it gains little on
     keeping nothing."""
     if "recompute" in fixed:
         return [RECOMPUTE.index(fixed["recompute"])]
-    whole = flops_per_token(config.model, config.data.sequence_length)
-    worth = config.model.attention_softcap is None and 6 * matmul_weights(config.model) < 3 / 4 * whole
+    whole = flops_per_token(job.model, job.data.sequence_length)
+    worth = job.model.attention_softcap is None and 6 * matmul_weights(job.model) < 3 / 4 * whole
     return [place for place in range(len(RECOMPUTE)) if place != BUT_ATTENTION or worth]
 
 
-def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
-    """Recomputation by operators allows one pass backward, not two halves; full recomputation repeats a block
-    for each of its weights in the second half, so it is not proposed, but costed where the user asks for
-    both.
+def _runs(modes: Sequence[int], fixed: Mapping[str, Any]) -> Choices:
+    """Ways to run a pipeline: schedule, stages per rank and recomputation.
+
+    Full recomputation repeats a block for each of its weights where backward is split. So it is not proposed
+    there, but costed where the user asks for both.
     """
-    return RECOMPUTE[mode] in BY_OPERATOR or not {"schedule", "recompute"} <= set(fixed)
+    asks_for_both = {"schedule", "recompute"} <= set(fixed)
+    return [
+        (SCHEDULES.index(schedule), count, mode)
+        for schedule, count in _schedules(fixed)
+        for mode in modes
+        if asks_for_both or mode != FULL or not SCHEDULE_FACTS[schedule].splits_backward
+    ]
+
+
+def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[ScheduleName, int]]:
+    """Schedules to try, with the numbers of stages per rank to try."""
+    for schedule in SCHEDULES:
+        facts = SCHEDULE_FACTS[schedule]
+        if fixed["schedule"] == schedule if "schedule" in fixed else facts.is_proposed:
+            chosen = fixed.get("stages_per_rank")
+            several = STAGES_PER_RANK if chosen is None else (chosen,)
+            counts = several if facts.is_interleaved else (facts.stages_per_rank,)
+            yield from ((schedule, count) for count in counts)
 
 
 def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:
     return Layout(**degrees, expert=expert)
 
 
-def _obstacle(config: Config, degrees: Mapping[str, Any], expert: int) -> str | None:
+def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | None:
     """What keeps these axes from sending less, as the job asks for it."""
-    how = {name: getattr(config.layout, name) for name in (*SETTINGS, "backward_shards")}
+    how = {name: getattr(job.layout, name) for name in (*SETTINGS, "backward_shards")}
     layout = _layout(degrees, expert).model_copy(update=how)
-    nearby = (rule.problem for rule in problems_of_nearby(layout))
+    nearby = (problem for _, problem in first_broken(NEARBY, job._replace(layout=layout)))
     return next(chain(problems_of_compression(layout), nearby), None)
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
-    highest = 0 if needs_whole_momenta(config.train, config.layout) else 3
+    highest = 0 if config.optimizer.needs_whole_states(config.layout) else 3
     if offload and 0 in (highest, fixed.get("zero")):  # only sharded states can be offloaded
         return []
     if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
@@ -258,52 +338,3 @@ def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any],
     if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already
         stages = [stage for stage in stages if stage > 0]
     return stages
-
-
-def _schedules(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
-    if degrees["pipeline"] == 1:
-        return [("1f1b", 1)]
-    most = config.model.layers // degrees["pipeline"]
-    schedules: list[tuple[str, int]] = []
-    for schedule in SCHEDULES:
-        if "schedule" in fixed and schedule != fixed["schedule"]:
-            continue
-        if schedule == "gpipe" and "schedule" not in fixed:
-            continue  # 1f1b does the same in the same time, and holds less
-        per_rank = [2] if schedule in IN_A_V else STAGES_PER_RANK if schedule == "interleaved" else [1]
-        if schedule == "interleaved" and "stages_per_rank" in fixed:
-            per_rank = [fixed["stages_per_rank"]]
-        schedules += [(schedule, count) for count in per_rank if count <= most]
-    if "stages" in fixed:  # cut by hand, into so many
-        schedules = [
-            (schedule, count)
-            for schedule, count in schedules
-            if count * degrees["pipeline"] == len(fixed["stages"])
-        ]
-    return schedules
-
-
-def _experts(config: Config, degrees: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[int]:
-    if not config.model.experts:
-        return [1] if fixed.get("expert", 1) == 1 else []
-    wanted = [fixed["expert"]] if "expert" in fixed else divisors(config.model.experts)
-    return [expert for expert in wanted if can_borrow(_layout(degrees, expert))]
-
-
-def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any]) -> list[int]:
-    """1: a ring, 0: Ulysses, where query heads divide over the context devices; key heads are repeated if
-    they must."""
-    model, context, tensor = config.model, degrees["context"], degrees["tensor"]
-    if context == 1:
-        return [0]
-    ways = []
-    if model.heads // tensor % context == 0 and fixed.get("attention") != "ring":
-        ways.append(0)
-    length = config.data.sequence_length
-    if (
-        length % (2 * context) == 0
-        and fixed.get("attention") != "ulysses"
-        and ring_lacks(model, length) is None
-    ):
-        ways.append(1)
-    return ways

@@ -22,7 +22,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from shardwise.config import Config, divisors
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
@@ -31,6 +31,7 @@ from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident
 from shardwise.search.reasons import best_layout, count_devices, nothing_fits
 from shardwise.search.search import SearchResult, host_limit, limit, offloads, search, work_of
+from shardwise.units import GIB
 
 MOST = 16_384
 """Devices that are tried at most, unless more are asked for."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.config import Config, Layout
 from shardwise.config.compression import AUTO
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
 from shardwise.plan.choose import Asked
@@ -19,6 +19,7 @@ from shardwise.search.answer import chosen, device_peak, traffic
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
 from shardwise.search.search import play, work_of
+from shardwise.units import GIB
 
 
 def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, Asked]:

@@ -19,9 +19,9 @@ record: Llama 3 405B saw 419 unexpected interruptions in 54 days on 16,384 GPUs 
 rate a run on 1,024 devices fails every two days.
 
 Before a run all of this can be told from sizes alone (`plan_checkpoints`). A checkpoint holds a parameter and
-two moments, 12 bytes in float32. Each device copies its share to the host at the speed of that link, which is
-the stall; all nodes together write at the speed of the storage that they share, which is the save; after a
-failure the same bytes are read back.
+its optimizer states, with AdamW 12 bytes in float32. Each device copies its share to the host at the speed of
+that link, which is the stall; all nodes together write at the speed of the storage that they share, which is
+the save; after a failure the same bytes are read back.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ DEVICE_HOURS = 16_384 * 54 * 24 / 419
 
 ENOUGH_FAULTS = 3
 """Faults of its own after which a run's record counts for more than somebody else's."""
-
-CHECKPOINT_BYTES = 12.0
-"""Of one parameter in a checkpoint: itself and two moments, in float32."""
 
 RESTART = 600.0
 """Seconds from a failure until state is read back, where nothing is known: noticing it, finding the broken
@@ -133,7 +130,7 @@ def advise(
     )
 
 
-def storage_bytes(parameters: float, bytes_per_parameter: float = CHECKPOINT_BYTES, kept: int = 2) -> float:
+def storage_bytes(parameters: float, bytes_per_parameter: float, kept: int = 2) -> float:
     """Room that checkpoints need: for those kept, and for the next, which is written before the oldest
     goes."""
     return parameters * bytes_per_parameter * (kept + 1)
@@ -147,7 +144,7 @@ def plan_checkpoints(
     device_hours: float = DEVICE_HOURS,
     background: bool = True,
     *,
-    bytes_per_parameter: float = CHECKPOINT_BYTES,
+    bytes_per_parameter: float,
     host_bandwidth: float = 50e9,
     keep: int = 2,
     restart: float = RESTART,

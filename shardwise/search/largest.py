@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Config, divisors
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, fitting
 from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
 from shardwise.search.search import SearchResult, play, search, work_of
+from shardwise.units import GIB
 
 _LONGEST = 2**30
 
@@ -155,7 +156,7 @@ def _without_accumulation(config: Config, devices: int) -> Space:
     job = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": devices})})
     space = candidates(job, devices, fixed).space
     # With a single micro-batch no schedule fills a pipeline, and the plain one holds least.
-    space = space.take((space.pipeline == 1) | (space.schedule == SCHEDULES.index("1f1b")))
+    space = space.take((space.pipeline == 1) | (space.schedule == SCHEDULES.index(DEFAULT_SCHEDULE)))
     return replace(space, accumulation=np.ones_like(space.accumulation))
 
 

@@ -8,17 +8,19 @@ having it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 import numpy as np
 
-from shardwise.config import AXES, Config
-from shardwise.cost.cluster import GIB
+from shardwise.config import MODEL_AXES, RANK_AXES, Config, Layout
+from shardwise.config.layout_rules import TENSOR, JobTables, broken_rules
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.plurals import counted
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
+from shardwise.units import GIB
 
 TRIED = 64
 """Other numbers of devices that are tried where no layout is possible on the one asked for."""
@@ -29,7 +31,8 @@ def describe_layout(row: Mapping[str, int]) -> str:
     more = [f"zero {row['zero']}"] if row["zero"] else []
     if row["pipeline"] > 1:
         name = SCHEDULES[row["schedule"]]
-        more.append(f"{name} x{row['stages_per_rank']}" if name == "interleaved" else name)
+        stages = f" x{row['stages_per_rank']}" if SCHEDULE_FACTS[name].is_interleaved else ""
+        more.append(name + stages)
     if row["recompute"]:
         name = RECOMPUTE[row["recompute"]]
         more.append(
@@ -113,11 +116,7 @@ def binding(config: Config, result: SearchResult, best: int) -> list[str]:
     """What holds the winner where it is: why each axis is there, what memory forces, which degrees are
     refused."""
     row = result.space.row(best)
-    sentences = [
-        _needed(result, best, axis)
-        for axis in ("pipeline", "context", "tensor", "expert", "replica")
-        if row[axis] > 1
-    ]
+    sentences = [_needed(result, best, axis) for axis in (*MODEL_AXES, "replica") if row[axis] > 1]
     if row["zero"]:
         sentences.append(_needed(result, best, "zero"))
     if row["recompute"]:
@@ -179,16 +178,11 @@ def _value(field: str, value: int) -> str:
 
 
 def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
-    """The next tensor degree, if the model's heads refuse it."""
-    model, tensor = config.model, 2 * row["tensor"]
-    if model.heads % tensor:
-        return [f"tensor = {tensor} is refused: {model.heads} heads do not divide over it"]
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        return [
-            f"tensor = {tensor} is refused: {model.kv_heads} key heads can neither be split nor repeated "
-            f"evenly over it"
-        ]
-    return []
+    """The next tensor degree, if the model's heads or its vocabulary refuse it."""
+    next_degree = Layout(tensor=2 * row["tensor"])  # type: ignore[call-arg]
+    job = JobTables(config.model, config.data, config.train, next_degree)
+    broken = islice(broken_rules(TENSOR, job), 1)
+    return [f"tensor = {next_degree.tensor} is refused: {rule.short(job)}" for rule in broken if rule.short]
 
 
 def _largest(result: SearchResult, best: int) -> str:
@@ -216,7 +210,7 @@ def _impossible(result: SearchResult) -> str:
     devices."""
     if result.refused:
         return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
-    given = {axis: result.fixed[axis] for axis in AXES[:-1] if axis in result.fixed}
+    given = {axis: result.fixed[axis] for axis in RANK_AXES if axis in result.fixed}
     asked = " x ".join(f"layout.{axis} = {degree}" for axis, degree in given.items())
     return f"{asked or 'what was asked'} cannot be part of {result.devices:,} devices"
 

@@ -26,8 +26,6 @@ from shardwise.errors import UserError
 from shardwise.search.reasons import best_layout, nothing_fits
 from shardwise.search.search import search
 
-EXPOSED = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
-"""Terms of a step that are communication nothing hides."""
 _PRODUCTS = ("matmul", "attention")
 """What a step is for: their share grows where the rest gets better."""
 

@@ -18,20 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import Config
+from shardwise.config import AXES, Config
 from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
-from shardwise.plan.dtypes import reduce_dtype, state_dtype
+from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.float8 import gathered_in_float8, scale_count, shares, unknown_patterns
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
+BESIDE_DATA = tuple(axis for axis in AXES if axis != "data")
+"""Axes that tell kinds of layouts apart: what they leave of the devices is the data axis."""
 NEAR = 0.02
 """Differences that are less than the model is accurate."""
 EQUAL = 1e-9
@@ -89,7 +93,8 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
     train = config.train
     if problems := list(unknown_patterns(config.model, train)):
         raise ConfigError("the job", problems)
-    widths = (train.precision, state_dtype(train), reduce_dtype(train))
+    dtypes = Dtypes.of(train)
+    widths = (train.precision, dtypes.states, dtypes.sums)
     size = config.data.sequence_length, train.global_batch
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
     scales, cast = scale_count(config.model, train), gathered_in_float8(config.model, train)
@@ -105,6 +110,7 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
         scales,
         cast,
         float8,
+        config.optimizer,
     )
 
 
@@ -127,7 +133,7 @@ def check_countable(config: Config) -> None:
             "your own; "
             "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
-    if config.train.driver != "synchronous":
+    if not driver_of(config).lockstep:
         raise UserError(
             f"train.driver = {config.train.driver!r}: the planner predicts devices in lockstep; "
             "add train.driver=synchronous to plan for those, and leave the driver's own table out"
@@ -218,12 +224,8 @@ def simpler(result: SearchResult) -> int | None:
 
 def moving_parts(row: Mapping[str, int]) -> float:
     """How much can go wrong: axes in use, states sharded, special schedules, work done again."""
-    axes = sum(row[axis] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert"))
-    schedule = (
-        {"1f1b": 0.0, "gpipe": 0.0, "interleaved": 0.5}.get(SCHEDULES[row["schedule"]], 1.0)
-        if row["pipeline"] > 1
-        else 0.0
-    )
+    axes = sum(row[axis] > 1 for axis in BESIDE_DATA)
+    schedule = SCHEDULE_FACTS[SCHEDULES[row["schedule"]]].moving_parts if row["pipeline"] > 1 else 0.0
     return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
 
 

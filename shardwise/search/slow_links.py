@@ -4,7 +4,7 @@ winner.
 Data-parallel devices agree on a gradient in every step: 4 bytes a parameter, about twice over the wire. On
 NVLink that hides behind the backward pass; on Ethernet it may be most of the step. Two families send less:
 
-- compression: a codec of config/compression.py, which `layout.compression` names. Fewer bits a value, fewer
+- compression: a codec of shardwise/codecs, which `layout.compression` names. Fewer bits a value, fewer
   values, or two thin factors of each matrix. What a step leaves out is kept as a *residual* and added to the
   next gradient; that takes 4 bytes a parameter, and encoding takes time of its own (cost/codec_work.py).
 - rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let
@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.config import Layout, Local, divisors, problems_of_compression
+from shardwise.config import Layout, divisors, problems_of_compression
 from shardwise.config.compression import SETTINGS, SumCompression
+from shardwise.config.schema import SECTIONS
 from shardwise.cost.collectives import group_of, rates, wire_factor
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
@@ -38,8 +39,8 @@ from shardwise.search.search import NEAR, SearchResult
 
 WORTHWHILE = 1.1
 """How many times quicker a step must become for a codec to be worth its risk."""
-OUTER_EVERY = Local().steps  # type: ignore[call-arg]
-"""Steps between two meetings of groups that train by themselves."""
+OUTER_EVERY = int(SECTIONS["local"].model_fields["sync_every"].default)
+"""Steps between two exchanges of groups that train by themselves."""
 _OUTER_BYTES = 8.0
 """For each parameter averaged: its value at the last average, and the outer momentum."""
 _DATA = ("data", "replica")
@@ -49,7 +50,7 @@ PLAIN = "none"
 """The name of the alternative to a job's codec that compresses nothing."""
 _LATER = "what is left out is added to the next gradient"
 CODECS = {
-    "bf16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
+    "bfloat16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
     "int8": f"Gradients are sent in 8 bits, with a scale for each 512; {_LATER}.",
     "qsgd(4)": f"Gradients are sent in 4 bits, rounded by chance so that their mean is right; {_LATER}.",
     "sign": f"Only signs are sent, with a mean magnitude for each 512; {_LATER}. Compare the loss with a "
@@ -201,8 +202,8 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
             0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share
         ),
         fits=True,
-        changes=f"{count} groups train by themselves and meet every {OUTER_EVERY} steps (DiLoCo): another "
-        f"algorithm; many groups "
+        changes=f"{count} groups train by themselves and exchange weights every {OUTER_EVERY} steps "
+        "(DiLoCo): another algorithm; many groups "
         f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the '
         f"layout data = "
         f"{int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Config, Model
+from shardwise.config.dtypes import BYTES
+from shardwise.config.parameters import count
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.traffic import flows
@@ -17,7 +19,6 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.observe.format import format_count
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
-from shardwise.plan.parameters import count
 from shardwise.plurals import counted
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
@@ -102,7 +103,7 @@ def checkpoints(
 ) -> dict[str, Any]:
     """How often to save, what it costs, and the share of time that counts."""
     cluster = result.cluster
-    width = {"bfloat16": 6.0, "float64": 24.0}.get(result.work.state_dtype, 12.0)
+    width = float(BYTES[result.work.state_dtype]) * (1 + len(config.optimizer.slots))
     saves = plan_checkpoints(
         count(config.model), result.devices, storage, float(result.prediction(best).total[0]), device_hours,
         config.checkpoint.background, bytes_per_parameter=width, host_bandwidth=cluster.device.host_bandwidth,

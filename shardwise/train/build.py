@@ -18,27 +18,34 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import compute_deterministically
-from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.kept import PREFIX as KEPT
-from shardwise.checkpoint.kept import has_tokenizer, kept_of_checkpoint, kept_of_folder
+from shardwise.checkpoint.kept import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
-from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
+from shardwise.checkpoint.save import (
+    Checkpointer,
+    Retention,
+    State,
+    random_state,
+    set_random_state,
+    state_of,
+)
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.config.pretrained import TOKENIZER
 from shardwise.data import Dataset, with_data_settings
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import find_template
+from shardwise.drivers.driver import RankDriver
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
-from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
-from shardwise.parallel import ParallelModel, build_plain, draw_weights, parallelise
+from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
+from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
-from shardwise.train.local import Outer
+from shardwise.train.check_module import check_module
 from shardwise.train.shares import Shares
 
 log = logging.getLogger("shardwise")
@@ -53,7 +60,7 @@ class Training:
     mesh: Mesh
     comm: Comm
     parallel: ParallelModel
-    optimizer: torch.optim.AdamW
+    optimizer: ShardedOptimizer
     dataset: Dataset
     checkpointer: Checkpointer
     peers: Peers
@@ -63,16 +70,14 @@ class Training:
     shares: Shares
     """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it
     goes."""
-    outer: Outer | None = None
-    """Where groups meet, if they train by themselves."""
-    shared: SharedState | None = None
-    """Where weights and moments are, if workers update them without a lock."""
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    rank_driver: RankDriver = field(init=False)
+    """What the driver of the run does on this rank; made when all else is built."""
+    kept: State = field(default_factory=dict)
     """On the main rank: the files of the Hugging Face folder that the model came from, to be saved with
     it."""
     step: int = 0
     missing: tuple[range, ...] = ()
-    """Of the sequences seen, those that a parameter server's workers had not brought yet."""
+    """Sequences among those seen whose gradients a parameter server's workers had not brought yet."""
     sequences: int = 0
     """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch
     was changed."""
@@ -85,25 +90,26 @@ def build(
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = with_data_settings(config, dataset)
-    serves = config.train.driver == "server"  # GPUs are for those who compute gradients
-    shares = config.train.driver == "hogwild"  # the memory of this machine
-    mesh = join(worker, plan.layout, "cpu" if serves or shares else config.run.device, plan.groups)
-    if config.train.deterministic and mesh.device.type == "cuda":
+    driver, train = driver_of(config), config.train
+    mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
+    if train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
-    if config.train.precision == "float8" and mesh.device.type == "cuda":
+    if plan.model.float8 is not None and mesh.device.type == "cuda":
         check_float8(mesh.device)
-    torch.manual_seed(
-        config.train.seed
-    )  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
+    # What a module draws is seeded apart (models/unfilled.py, parallel/seeds.py).
+    torch.manual_seed(train.seed)
     comm = Comm(mesh)
-    parallel = parallelise(config, plan, comm)
-    optimizer = make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held)
-    if isinstance(optimizer, OneBitAdam):
-        for part in parallel.parts:
-            for compressor in part.compressors:
-                optimizer.follow(compressor, dict(part.model.named_parameters()))
+    # On a model of its own, because it calls forward, which may leave something in a user's module.
+    check_module(config, plan.layout)
+    parallel = parallelise(plan, comm)
+    optimizer = make_optimizer(
+        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, held
+    )
+    for part in parallel.parts:
+        for compressor in part.compressors:
+            optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
-    talks = config.train.check_every > 0 or serves or shares  # while a checkpoint may be written, that is
+    talks = train.check_every > 0 or driver.talks_while_saving
     peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
     training = Training(
         config=config,
@@ -115,13 +121,10 @@ def build(
         dataset=dataset,
         checkpointer=checkpointer,
         peers=peers,
-        scale=LossScale.of(config.train),
-        shares=Shares.even(
-            config.train.global_batch, 1 if serves else plan.groups * plan.layout.data_parallel
-        ),
-        outer=_outer(config, plan, parallel, comm) if config.train.driver == "local" else None,
-        shared=SharedState(list(parallel.named_parameters()), optimizer, peers) if shares else None,
+        scale=LossScale.first(train.precision, train.initial_scale, train.scale_every),
+        shares=Shares.even(train.global_batch, driver.parts_of_batch(plan)),
     )
+    training.rank_driver = driver.on_rank(training)
     if draw:
         start_from_seed(training)
     return training
@@ -137,37 +140,21 @@ def check_float8(device: torch.device) -> None:
         )
 
 
-def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:
-    sizes = {
-        name: parameter.numel()
-        for name, parameter in build_plain(config).named_parameters()
-        if parameter.requires_grad
-    }
-    same_on = "data" if not plan.layout.zero and plan.layout.expert == 1 else None
-    return Outer(parallel, comm, config.local, config.train.steps, sizes, same_on)
-
-
 def restore(training: Training, folder: str) -> None:
     """Continue from a checkpoint."""
     manifest = read_manifest(folder)
     same_world = manifest.world == training.mesh.worker.world
     training.step, training.sequences = manifest.step, manifest.sequences
-    outer = training.outer
-    if outer is None or not manifest.groups:
-        training.checkpointer.load(folder, _group_state(training), same_world)
-    else:
-        group = training.mesh.coordinate("group") % manifest.groups
-        state = outer.to_fill(_group_state(training), group, manifest.under_way)
-        training.checkpointer.load(folder, state, same_world)
-        outer.filled(state, group, manifest.under_way)
+    state = training.rank_driver.state_to_fill(training, _own_state(training), manifest)
+    training.checkpointer.load(folder, state, same_world)
     _share_tied(training)
-    if outer is not None and not manifest.groups:
-        outer.anchor_here()
+    training.rank_driver.filled(training, state, manifest)
     training.missing = tuple(range(*bounds) for bounds in manifest.missing)
-    if manifest.missing and training.config.train.driver != "server" and training.mesh.is_main:
-        left_out = sum(map(len, training.missing))
+    left_out = manifest.missing and not driver_of(training.config).resumes_missing
+    if left_out and training.mesh.is_main:
+        count = sum(map(len, training.missing))
         log.warning(
-            "%d sequences that were under way with the workers of a parameter server are left out", left_out
+            "%d sequences that were under way with the workers of a parameter server are left out", count
         )
     saved = manifest.loss_scale
     if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
@@ -177,13 +164,10 @@ def restore(training: Training, folder: str) -> None:
 
 
 def start_from_seed(training: Training) -> None:
-    """Begin with drawn weights. Of workers that share memory the first draws for all."""
-    if training.shared is None or training.peers.rank == 0:
+    """Begin with drawn weights."""
+    if training.rank_driver.draws_weights(training):
         draw_weights(training.parallel, training.config.train.seed)
-    if training.shared is not None:
-        training.peers.from_everyone("has weights")  # nobody changes them before that
-    if training.outer is not None:
-        training.outer.anchor_here()
+    training.rank_driver.begin(training)
 
 
 @torch.no_grad()
@@ -196,8 +180,7 @@ def start_from_pretrained(training: Training, folder: Path) -> None:
     for name, full in open_folder(folder).read():
         for own in named[name]:
             assign(own, full)
-    if training.outer is not None:
-        training.outer.anchor_here()
+    training.rank_driver.begin(training)
 
 
 def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
@@ -221,7 +204,7 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
         training.kept |= _chat_template(training)
 
 
-def _chat_template(training: Training) -> dict[str, Tensor]:
+def _chat_template(training: Training) -> State:
     """The file that says how the data's conversations are written, if the model's folder has no such template
     or another: it is by this one that the model learns to answer."""
     folder = training.config.model.pretrained
@@ -232,7 +215,7 @@ def _chat_template(training: Training) -> dict[str, Tensor]:
     learnt = next((template for template in map(find_template, of_answers) if template is not None), None)
     if learnt is None or (own is not None and own.source == learnt.source):
         return {}
-    return {KEPT + TEMPLATE: torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
+    return {kept_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
 
 
 def save(training: Training, wait: bool = True) -> str:
@@ -244,8 +227,7 @@ def save(training: Training, wait: bool = True) -> str:
     address = training.checkpointer.save(
         checkpoint_folder(config), state, _manifest(training), retention, wait
     )
-    if training.shared is not None:
-        training.peers.from_everyone("has its copy")  # nobody writes before that
+    training.rank_driver.saved(training)
     return address
 
 
@@ -285,18 +267,15 @@ def recall(training: Training, copies: MemorySnapshots) -> bool:
     return True
 
 
-def _state_and_random(training: Training) -> dict[str, Tensor]:
+def _state_and_random(training: Training) -> State:
     return {**_state(training), **random_state(training.mesh.worker.rank, training.mesh.device)}
 
 
-def _state(training: Training) -> dict[str, Tensor]:
-    state = _group_state(training)
-    if training.outer is None:
-        return state
-    return training.outer.state(state, training.mesh.coordinate("group"))
+def _state(training: Training) -> State:
+    return training.rank_driver.state(training, _own_state(training))
 
 
-def _group_state(training: Training) -> dict[str, Tensor]:
+def _own_state(training: Training) -> State:
     parallel = training.parallel
     state = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
     return {**state, **dict(parallel.residuals())}
@@ -325,12 +304,13 @@ def _manifest(training: Training) -> Manifest:
         missing=tuple((rows.start, rows.stop) for rows in training.missing),
         model=config.model.settings(),
         train=config.train.model_dump(mode="json"),
+        optimizer=config.optimizer.model_dump(mode="json"),
         data=config.data.model_dump(mode="json"),
         layout=training.plan.layout.model_dump(),
         loss_scale={"value": training.scale.value, "clean_steps": training.scale.clean_steps},
         world=training.mesh.worker.world,
         torch=str(torch.__version__),
         files={},
-        groups=0 if training.outer is None else training.plan.groups,
-        under_way=() if training.outer is None else training.outer.under_way,
+        groups=training.rank_driver.groups_in_checkpoint(training),
+        under_way=training.rank_driver.under_way,
     )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from shardwise.checkpoint import Manifest
 from shardwise.config import Config, Train
-from shardwise.optim import learning_rate, turns
+from shardwise.plan.learning_rate import learning_rate, turns
 
 MOST_COMPARED = 10_000
 """Steps, or up to twice as many: rank 0 compares them while the others wait for the first step."""
@@ -25,6 +25,7 @@ _ORDER = (
     ),
 )
 _BATCH = (("train", "global_batch"),)
+_OPTIMIZER = (("optimizer", "name"),)
 _SCHEDULE = tuple(
     ("train", key) for key in ("steps", "learning_rate", "final_learning_rate", "schedule", "warmup", "decay")
 )
@@ -47,6 +48,8 @@ def changes(manifest: Manifest, config: Config) -> Iterator[str]:
             f"repeated; "
             "the learning rate goes on by the step"
         )
+    if manifest.optimizer and (optimizer := _differing(manifest, config, _OPTIMIZER)):
+        yield f"{optimizer}, which goes on with the state that is there"
     if schedule := _differing(manifest, config, _SCHEDULE):
         yield from _rescheduled(schedule, manifest, config.train)
 

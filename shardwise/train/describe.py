@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import Checkpoint, Config, Model, Train, context_attention
-from shardwise.config.compression import SumCompression
-from shardwise.config.layouts import ring_lacks
+from shardwise.config import Checkpoint, Model, context_attention
+from shardwise.config.layout_rules import ring_lacks
+from shardwise.config.no_effect import idle_settings
+from shardwise.cost.device_peaks import peak_flops
+from shardwise.drivers.registry import driver_of
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
-from shardwise.observe import peak_flops
-from shardwise.optim import OneBitAdam
-from shardwise.optim.rounding import RoundedAdamW
-from shardwise.parallel import is_compiled
-from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
-from shardwise.plan.float8 import in_float8, products, unfit
+from shardwise.plan import COPIES, ModelSpec, simulate
+from shardwise.plan.float8 import idle_float8
 from shardwise.plan.grid import describe_degrees
 from shardwise.plurals import counted
 from shardwise.train.build import Training
@@ -25,7 +23,6 @@ from shardwise.train.build import Training
 def describe_run(training: Training) -> dict[str, str]:
     """The lines of the header that a run prints, by name."""
     config, plan, device = training.config, training.plan, training.mesh.device
-    train = config.train
     data = training.dataset.describe()
     return {
         "model": f"{_named(config.model)}, {plan.parameters:,} parameters"
@@ -34,13 +31,12 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{counted(data.held_out, 'sequence')} held out"
         + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
-        "precision": f"{_computed(config)} computation{_emulated(config, device)}, "
-        f"{_stored(train)} weights and optimizer state, gradients summed in {_summed(training)}",
+        "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}, "
+        f"{_stored(plan.model)} weights and optimizer state, gradients summed in "
+        f"{plan.model.dtypes.summed_by(plan.engine)}",
         **_pipeline(training),
         "attention": _attention(training),
-        "compile": "each block"
-        if is_compiled(config, plan.layout, device) and training.parallel.table.blocks
-        else "off",
+        "compile": _compiled(training),
         "recompute": str(plan.recompute),
         "optimizer": _optimizer(training),
         **_repeatable(training),
@@ -51,34 +47,40 @@ def describe_run(training: Training) -> dict[str, str]:
     }
 
 
-def _computed(config: Config) -> str:
-    train = config.train
-    if train.precision != "float8" or not in_float8(config.model, train):
-        return compute_dtype(train)
-    left = unfit(config.model, train)
+def _compiled(training: Training) -> str:
+    """What is compiled, or why nothing is."""
+    why_not = training.plan.why_not_compiled(training.mesh.device.type)
+    if why_not is None and not training.parallel.table.blocks:
+        why_not = "no sharding table names the blocks"
+    return f"off ({why_not})" if why_not else "each block"
+
+
+def _computed(model: ModelSpec) -> str:
+    if model.float8 is None or not model.float8.products:
+        return model.dtypes.compute
+    left = model.float8.unfit
     some = (
         f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)"
         if left
         else ""
     )
-    return f"float8 products ({train.float8_scaling} scales{some}) in bfloat16"
+    return f"float8 products ({model.float8.scaling} scales{some}) in bfloat16"
 
 
-def _emulated(config: Config, device: torch.device) -> str:
+def _emulated(model: ModelSpec, device: torch.device) -> str:
     """That products are made in another dtype than the one asked for. A user's module makes its own
     products."""
-    if config.model.module is not None or not multiplies_in_float32(
-        DTYPES[compute_dtype(config.train)], device.type
-    ):
+    if model.is_own_module or not multiplies_in_float32(DTYPES[model.dtypes.compute], device.type):
         return ""
     return " (products in float32, rounded: this processor has none in bfloat16)"
 
 
 def _optimizer(training: Training) -> str:
-    """The optimizer, and what clipping acts on where it sums momenta instead of gradients."""
+    """The optimizer, when groups make an outer step, and what clipping acts on where momenta are summed."""
     config = training.config
-    name = describe_optimizer(training.optimizer, None if training.outer is None else config.local.steps)
-    if not isinstance(training.optimizer, OneBitAdam):
+    line = config.optimizer.describe(rounds=training.plan.model.dtypes.states == "bfloat16")
+    name = driver_of(config).describe_optimizer(config, line)
+    if config.optimizer.summed_momentum is None:
         return name
     clipped = (
         "train.clip and the logged gradient norm are those"
@@ -114,30 +116,14 @@ def _named(model: Model) -> str:
 def _devices(training: Training) -> dict[str, str]:
     config, plan, device = training.config, training.plan, training.mesh.device
     batch = f"{counted(config.train.global_batch, 'sequence')} of {config.data.sequence_length}"
-    if config.train.driver == "server":
-        return {
-            "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
-            "batch": f"{batch} in {counted(config.server.portions or 1, 'portion')}; staleness "
-            f"{_bound(config)}",
-        }
-    return {
+    lines = {
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),
         "chosen": plan.chosen(),
         "batch": f"{batch}: {counted(plan.groups * plan.layout.data_parallel, 'device')} x "
-        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}{_updates(config)}",
+        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}",
     }
-
-
-def _updates(config: Config) -> str:
-    if config.train.driver != "hogwild":
-        return ""
-    return f", each an update {'under a lock' if config.hogwild.locked else 'without a lock'}"
-
-
-def _bound(config: Config) -> str:
-    bound = config.server.staleness_bound
-    return "unbounded" if bound is None else f"{bound} at most"
+    return driver_of(config).describe_devices(training, lines)
 
 
 def _saving(checkpoint: Checkpoint) -> str:
@@ -155,35 +141,9 @@ def _minutes(minutes: float) -> str:
     return "minute" if minutes == 1 else f"{minutes:g} minutes"
 
 
-def describe_optimizer(optimizer: torch.optim.AdamW, outer_every: int | None) -> str:
-    """The optimizer that makes the updates, and after how many steps groups make an outer one, if they do."""
-    if isinstance(optimizer, OneBitAdam):
-        name = (
-            "1-bit Adam: AdamW at first, then momentum that devices exchange compressed, with a constant "
-            "variance"
-        )
-    elif isinstance(optimizer, RoundedAdamW):
-        name = "AdamW on bfloat16 weights and moments, rounded by chance"
-    else:
-        name = "AdamW, fused kernel"
-    if outer_every is None:
-        return name
-    return (
-        f"{name}; an outer step of all groups every "
-        f"{'step' if outer_every == 1 else counted(outer_every, 'step')}"
-    )
-
-
-def _stored(train: Train) -> str:
-    dtype = state_dtype(train)
+def _stored(model: ModelSpec) -> str:
+    dtype = model.dtypes.states
     return f"{dtype} (8 bits, rounded by chance)" if dtype == "bfloat16" else dtype
-
-
-def _summed(training: Training) -> str:
-    """The dtype in which gradients are summed: FSDP2's reduce dtype, elsewhere that of the weights."""
-    config = training.config
-    sharded = engine_of(training.plan.layout, config.model.experts).sharded
-    return reduce_dtype(config.train) if sharded else state_dtype(config.train)
 
 
 def _attention(training: Training) -> str:
@@ -191,7 +151,7 @@ def _attention(training: Training) -> str:
     if config.model.module is not None:
         return "the module's own"
     dtype, length, documents = (
-        DTYPES[compute_dtype(config.train)],
+        DTYPES[training.plan.model.dtypes.compute],
         config.data.sequence_length,
         config.data.reset_attention,
     )
@@ -247,62 +207,18 @@ def _threads(device: torch.device) -> str:
 
 
 def _without_effect(training: Training) -> dict[str, str]:
-    """Settings that change nothing here are named, never ignored in silence."""
-    layout, config, train = training.plan.layout, training.config, training.config.train
-    on_cpu, on_host = training.mesh.device.type == "cpu", train.driver in ("server", "hogwild")
-    idle = {
-        "layout.offload: states are in host memory already": layout.offload and on_cpu,
-        f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(
-            config.layout.zero
-        )
-        and layout.zero == 0,
-        f"layout.schedule = {layout.schedule!r}: there is no pipeline": layout.pipeline == 1
-        and layout.schedule != "1f1b",
-        "layout.stages: there is no pipeline": layout.pipeline == 1
-        and bool(layout.stages or layout.stages_per_rank),
-        f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
-        and layout.attention != "auto",
-        "GPUs: there are more workers than GPUs, so all compute on the CPU; with run.device=cuda "
-        "they share": on_cpu and local_gpus() > 0 and config.run.device == "auto" and not on_host,
-        "GPUs: workers share the memory of the host, and compute on its CPUs": train.driver == "hogwild"
-        and local_gpus() > 0,
-        "train.shares: on GPUs only with data alone and zero = 0 can a device's work be told from its "
-        "waiting": not on_cpu
-        and train.shares == "by speed"
-        and not (layout.zero == 0 and layout.world == layout.data_parallel),
-        "train.deterministic: CPUs add in one order anyway": on_cpu and train.deterministic,
-        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
-        "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
-        f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
-        "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0
-        and train.steps == 1,
-    }
-    notes = [note for note, true in idle.items() if true] + _idle_float8(config)
+    """Name the settings that change nothing in this run: none is ignored in silence."""
+    config, on_cpu = training.config, training.mesh.device.type == "cpu"
+    notes = idle_settings(config, training.plan.layout, on_cpu, local_gpus())
+    notes += driver_of(config).settings_without_effect(training)
+    notes += idle_float8(config.model, config.train)
     return {"no effect": "; ".join(notes)} if notes else {}
-
-
-def _idle_float8(config: Config) -> list[str]:
-    """Why a job with float8 makes no product in it; empty: it makes some."""
-    if config.train.precision != "float8" or in_float8(config.model, config.train):
-        return []
-    left = unfit(config.model, config.train)
-    if not left:
-        return ["train.precision = 'float8': the job leaves out all products"]
-    asked = " that the job does not leave out" if len(left) < len(list(products(config.model))) else ""
-    return [
-        f"train.precision = 'float8': the sizes of all products{asked} are no multiples of 16 ({left[0]}, …)"
-    ]
 
 
 def _warning(training: Training) -> dict[str, str]:
     """Settings that work, and are known to train worse than others."""
-    sums = SumCompression.of(training.plan.layout)
+    sums = training.plan.gradient_sums
     if sums is None or training.mesh.size(COPIES) == 1:
         return {}
-    if sums.codec.name == "sign" and sums.feedback and training.config.train.optimizer == "adamw":
-        worse = (
-            "layout.compression = 'sign': with AdamW and error feedback, one run did worse than without "
-            "feedback"
-        )
-        return {"warning": f"{worse}; use train.optimizer = '1bit-adam' (docs/compression.md)"}
-    return {}
+    warning = training.config.optimizer.warning(sums.codec.name, sums.feedback)
+    return {} if warning is None else {"warning": f"layout.compression = '{sums.codec}': {warning}"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 
@@ -24,7 +21,8 @@ def held_out_loss(training: Training) -> float | None:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     devices, size = training.plan.groups * training.plan.layout.data_parallel, training.plan.micro_batch
-    with attention_backends(device.type), _of_the_run(training), training.parallel.evaluating():
+    weights = training.rank_driver.evaluated_weights(training)
+    with attention_backends(device.type), weights, training.parallel.evaluating():
         for first in range(0, count, devices * size):
             start = first + training.mesh.data_index * size
             batch = to_batch(_rows(dataset, start, size, count), device)
@@ -34,19 +32,6 @@ def held_out_loss(training: Training) -> float | None:
         training.comm.all_reduce(sums[:1], axis)
     total, items = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
     return float(total / (items or 1.0))
-
-
-@contextmanager
-def _of_the_run(training: Training) -> Iterator[None]:
-    """Around a look at the model: where groups train by themselves, it is the one that they agree on.
-    Afterwards they have their own weights again, and in float8 the scales of these."""
-    if training.outer is None:
-        yield
-        return
-    with training.outer.shown():
-        yield
-    if training.parallel.scales is not None:
-        training.parallel.scales.begin()
 
 
 def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
@@ -74,7 +59,8 @@ def sample(training: Training, prompt: str) -> str:
         return training.parallel.logits(tokens.to(device))
 
     eager = torch.compiler.set_stance("force_eager")  # every length would be compiled anew
-    with attention_backends(device.type), _of_the_run(training), training.parallel.evaluating(), eager:
+    weights = training.rank_driver.evaluated_weights(training)
+    with attention_backends(device.type), weights, training.parallel.evaluating(), eager:
         continued = generate(
             last_logits,
             ids,

@@ -1,10 +1,11 @@
 """A cheap check while training (`train.check_every`): what must be equal is equal, and nothing trains that
 gets no gradient.
 
-Every rank sums up the bits of each of its slices, of weights and of moments, and all ranks compare: two that
-hold the same slice of the same parameter, be it as replicas or as the two ends of a tied weight, must have
-the same sum. Equal copies are an invariant, not an approximation, so a single flipped bit shows, at the step
-where it first matters and with a name. It costs a read of the states and 16 bytes a slice and rank.
+Every rank sums up the bits of each of its slices, of weights and of optimizer states, and all ranks compare:
+two that hold the same slice of the same parameter, be it as replicas or as the two ends of a tied weight,
+must have the same sum. Equal copies are an invariant, not an approximation, so a single flipped bit shows,
+at the step where it first matters and with a name. It costs a read of the states and 16 bytes a slice and
+rank.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.save import MOMENTS
 from shardwise.errors import RunFailed
-from shardwise.optim import learning_rate, local
+from shardwise.optim import local
 from shardwise.parallel.placement import held
+from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 
 CHUNK = 1 << 24
@@ -116,11 +117,9 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
     group = f"group {training.mesh.coordinate('group')}: " if training.plan.groups > 1 else ""
     for name, parameter in training.parallel.named_parameters():
         where = ",".join(f"{part.start}:{part.stop}" for part in held(parameter))
-        moments = training.optimizer.state.get(parameter, {})
-        for suffix, tensor in {
-            "": parameter,
-            **{f" ({key})": moments[key] for key in MOMENTS if key in moments},
-        }.items():
+        states = training.optimizer.state.get(parameter, {})
+        slots = [slot for slot in training.config.optimizer.slots if slot in states]
+        for suffix, tensor in {"": parameter, **{f" ({slot})": states[slot] for slot in slots}}.items():
             labels.append(f"{group}{name}[{where}]{suffix}")
             sums.append(bit_sum(local(tensor.detach())))
     for name, buffer in training.parallel.named_buffers():

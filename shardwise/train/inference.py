@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import DTYPES, PREFIX, check_tokenizer, open_folder
+from shardwise.checkpoint.pretrained import OUR_DTYPES, check_tokenizer, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
 from shardwise.data import Tokenizer, load_tokenizer
@@ -39,6 +39,7 @@ from shardwise.mesh import local_gpus
 from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
+from shardwise.plan import ModelSpec
 from shardwise.plurals import counted
 
 GENERATION_CONFIG = "generation_config.json"
@@ -142,7 +143,7 @@ def load_folder(folder: Path) -> Speaker:
     """The model of a Hugging Face folder."""
     pretrained = open_folder(folder)
     check_tokenizer(pretrained)
-    dtypes = [getattr(torch, _OURS[tensor.dtype]) for tensor in pretrained.stored.values()]
+    dtypes = [getattr(torch, OUR_DTYPES[tensor.dtype]) for tensor in pretrained.stored.values()]
     step = _ready(str(folder), pretrained.model, dtypes, pretrained.read)
     return Speaker(str(folder), pretrained.model, step, _speech_of_folder(folder))
 
@@ -153,14 +154,12 @@ def load_checkpoint(address: str) -> Speaker:
     model = held_model(contents.manifest, contents.address)
     speech = _speech(contents)
     contents.check()
-    names = [name for name in contents.tensors if name.startswith(PREFIX)]
-    dtypes = [getattr(torch, contents.tensors[name].dtype) for name in names]
-    read = lambda: ((name.removeprefix(PREFIX), contents.read(name)) for name in names)  # noqa: E731
+    keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
+    dtypes = [getattr(torch, contents.tensors[key].dtype) for key in keys]
+    read = lambda: ((key.name, contents.read(key)) for key in keys)  # noqa: E731
     return Speaker(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
 
 
-_OURS = {header: name for name, (header, _) in DTYPES.items()}
-"""Names of dtypes, by those in a safetensors header."""
 _COMPUTED: Mapping[torch.dtype, dict[str, str]] = {
     torch.float64: {"precision": "float64"},
     torch.bfloat16: {"precision": "bfloat16", "state_dtype": "bfloat16"},
@@ -181,7 +180,7 @@ def _ready(
     """The model with its weights, as what gives logits."""
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
-    module = build_plain(Config(model=model, train=Train(**train)))
+    module = build_plain(ModelSpec.of(Config(model=model, train=Train(**train))))
     allocate(module, device)
     _assign(name, module, read())
     module.eval()

@@ -32,6 +32,7 @@ from typing import NoReturn, TextIO, cast
 from shardwise import __version__
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
+from shardwise.drivers.registry import driver_of
 from shardwise.files import regular_file_opener
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
@@ -108,7 +109,7 @@ def _host(
         record=events.write,
         newest_saved=partial(newest_saved, config),
         leadership=leadership,
-        loose=config.train.driver == "server",
+        loose=driver_of(config).has_loose_workers,
     )
     with closing(events), unblocked_output():
         return host.run()

@@ -17,15 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardwise.config import Config, Layout
+from shardwise.config import Config
+from shardwise.config.parameters import OwnParameters
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
-from shardwise.errors import ConfigError, UserError
+from shardwise.drivers.registry import driver_of
+from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.plan import Asked, OwnParameters, Plan, choose, engine_of, fit, state_dtype
-from shardwise.plan.dtypes import BYTES
-from shardwise.plurals import counted
+from shardwise.plan import Asked, Plan, choose, fit
 from shardwise.search.forecast import forecast, is_open, plan_job
 
 
@@ -51,29 +51,25 @@ class Planner:
     @cached_property
     def first(self) -> Plan:
         """The plan on all devices; a `ConfigError` says why there is none."""
-        config, asked = self._job_to_plan
-        if groups := _groups(config):
-            plan = self._of_groups(config, groups, self.devices)
-        else:
-            plan = self._predicted(
-                choose(config, _servers(config) or self.devices, self.memory_bytes, self.parameters, asked)
-            )
-        self._plans[self.devices] = plan
+        plan = self._plans[self.devices] = driver_of(self.config).first_plan(self)
         return plan
 
     def on(self, devices: int, least: int) -> Plan | None:
         """The plan for as many of these devices as can be used; None if that is fewer than `least`."""
-        config, asked = self._job_to_plan
-        if servers := _servers(config):
-            return (
-                self.first if devices > servers else None
-            )  # workers come and go; the servers are as many as ever
-        if _groups(config) and devices not in self._plans:
-            self._plans[devices] = self._fewer_groups(config, devices, least)
         if devices not in self._plans:
-            plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
-            self._plans[devices] = self._predicted(plan) if plan else None
+            self._plans[devices] = driver_of(self.config).plan_on(self, devices, least)
         return self._plans[devices]
+
+    def planned(self, devices: int) -> Plan:
+        """The plan of the job on exactly these devices; a `ConfigError` says why there is none."""
+        config, asked = self._job_to_plan
+        return self._predicted(choose(config, devices, self.memory_bytes, self.parameters, asked))
+
+    def fitted(self, devices: int, least: int) -> Plan | None:
+        """The plan of the nearest layout on at most these devices; None if that is on fewer than `least`."""
+        config, asked = self._job_to_plan
+        plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
+        return self._predicted(plan) if plan else None
 
     @property
     def searched(self) -> str | None:
@@ -88,47 +84,21 @@ class Planner:
             ]
         )
 
-    def _of_groups(self, config: Config, groups: int, devices: int) -> Plan:
-        """So many groups on these devices: each on its part of the batch, as if it were alone."""
-        if devices % groups:
-            so_many = counted(devices, "device")
-            raise ConfigError(
-                f"the job on {so_many}", [f"local.groups = {groups}: does not divide {so_many}"]
-            )
-        train = config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
-        part = config.model_copy(update={"train": train})
-        return replace(choose(part, devices // groups, self.memory_bytes, self.parameters), groups=groups)
-
-    def _fewer_groups(self, config: Config, devices: int, least: int) -> Plan | None:
-        """As many groups of the first plan's size as there are devices for, and the batch divides into."""
-        size = self.first.layout.world
-        for groups in range(devices // size, 0, -1):
-            if config.train.global_batch % groups == 0 and groups * size >= least:
-                with suppress(ConfigError):
-                    return self._of_groups(config, groups, groups * size)
-        return None
-
     @cached_property
     def _job_to_plan(self) -> tuple[Config, Asked | None]:
         """The job that plans are made for: with what a search decided put in, and beside it the job as it was
-        asked for. That of a parameter server is its servers': they share states as ZeRO-3 does."""
-        if servers := _servers(self.config):
-            layout = Layout(data=servers, zero=3 if servers > 1 else 0)  # type: ignore[call-arg]
-            rows = self.config.train.global_batch // (
-                self.config.server.portions or 1
-            )  # what they evaluate at a time
-            train = self.config.train.model_copy(update={"global_batch": servers * rows, "micro_batch": rows})
-            return self.config.model_copy(update={"layout": layout, "train": train}), None
+        asked for."""
+        config = driver_of(self.config).job_to_plan(self.config)
         if not self.searches or self.cluster is None:
-            return self.config, None
-        return plan_job(self.config, self.cluster.of(self.devices), self.devices)
+            return config, None
+        return plan_job(config, self.cluster.of(self.devices), self.devices)
 
     def _predicted(self, plan: Plan) -> Plan:
         """The plan with what a step will take, where the cluster is known. No run fails for want of a
         prediction."""
         plan = replace(plan, cluster_file=self.cluster_file, bucket_bytes=self._bucket_bytes(plan))
-        lockstep = self.config.train.driver != "hogwild"
-        if self.cluster is None or self.config.model.module is not None or not lockstep:
+        countable = self.config.model.module is None and driver_of(self.config).is_predicted
+        if self.cluster is None or not countable:
             return plan
         try:
             job, cluster = plan.put_into(self.config), self.cluster.of(plan.world)
@@ -141,29 +111,19 @@ class Planner:
         """For the link of the cluster that the job names. What was measured on this machine in passing is not
         gone by: sums in other buckets have other last bits, and a run must not depend on how busy the machine
         was then."""
-        engine = engine_of(plan.layout, self.config.model.experts)
+        engine = plan.engine
         named = self.config.cluster.file is not None or self.config.cluster.preset is not None
         if self.cluster is None or not named or engine.sharded or engine.single:
             return None
-        gradients = BYTES[state_dtype(self.config.train)] * (plan.parameters - plan.frozen)
+        gradients = plan.state_width * (plan.parameters - plan.frozen)
         compressed = plan.layout.compression is not None
         return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients, compressed)
-
-
-def _servers(config: Config) -> int:
-    """How many there are; 0: every worker is a rank."""
-    return config.server.servers if config.train.driver == "server" else 0
-
-
-def _groups(config: Config) -> int:
-    """How many train by themselves; 0: all train together."""
-    return config.local.groups if config.train.driver == "local" else 0
 
 
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:
     """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the
     job names."""
-    if config.model.module is not None or config.train.driver != "synchronous":
+    if config.model.module is not None or not driver_of(config).lockstep:
         return False
     return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
 
@@ -172,7 +132,7 @@ def planner_of_worker(config: Config, worker: Worker) -> Planner:
     """For a worker that another launcher started. Nothing is searched for: near ties could come out otherwise
     on another CPU."""
     from shardwise.mesh import device_memory
-    from shardwise.parallel import count_parameters
+    from shardwise.train.check_module import count_parameters
 
     cluster = None
     with suppress(UserError):  # only a prediction is lost

@@ -13,8 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.data.check_data import unnamed_tokenizer
+from shardwise.drivers.driver import LooseWorker
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
@@ -43,13 +44,10 @@ from shardwise.train.build import (
     start_from_pretrained,
     start_from_seed,
 )
-from shardwise.train.contribute import build_contributor, contribute
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
-from shardwise.train.hogwild import LockFree
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
-from shardwise.train.serve import Contributions
 from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
 
@@ -80,15 +78,15 @@ def run(config: Config, link: WorkerLink) -> int:
         config, dataset
     )  # here and not in `build` alone: a server's workers show it the job that they have
     copies = MemorySnapshots(config.recovery.copies if link.recovers else 0)
-    contributor: Training | None = None
+    loose_worker: LooseWorker | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
-        if worker.rank >= worker.world:  # none of its ranks: it works for them
-            contributor = contributor or build_contributor(config, worker, dataset)
-            if contribute(contributor, config, worker, len(team.members), link):
+        if worker.rank >= worker.world:  # it is no rank of the team, and computes for the ranks
+            loose_worker = loose_worker or driver_of(config).loose_worker(config, worker, dataset)
+            if loose_worker.work(worker, len(team.members), link):
                 return 0
             continue
-        contributor = None
+        loose_worker = None
         try:
             status = _in_team(config, worker, team, dataset, link, copies)
         except Exception as error:
@@ -116,7 +114,7 @@ def _in_team(
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
     timestamps["built"] = present_time()
-    link.reads(_rows(training))
+    link.reads(training.rank_driver.rows(training))
     link.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
@@ -170,7 +168,7 @@ def _reported(
         try:
             if training.step == 0:
                 check_summed_loss(training)
-            with _source(training, link) as source:
+            with closing(training.rank_driver.source(training, link)) as source:
                 return _loop(training, source, reporter, link, copies)
         except UserError as error:
             reporter.failed(str(error))
@@ -178,7 +176,7 @@ def _reported(
             raise
         except Exception as error:
             training.checkpointer.abandon()
-            at = f"at step {training.step + 1}, with {_rows(training)}"
+            at = f"at step {training.step + 1}, with {training.rank_driver.rows(training)}"
             at = (
                 at
                 if training.step < training.config.train.steps
@@ -188,31 +186,8 @@ def _reported(
             raise
 
 
-def _rows(training: Training) -> str:
-    if training.config.train.driver == "server":
-        return "gradients that workers brought"
-    if training.config.train.shares == "by speed":
-        return "its share of the global batch"
-    rows = training.shares.of(training.mesh.data_index)
-    return f"rows {rows.start} to {rows.stop - 1} of its global batch"
-
-
-@contextmanager
-def _source(training: Training, link: WorkerLink) -> Iterator[Source | None]:
-    """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any
-    more."""
-    if training.config.train.driver != "server":
-        yield None if training.shared is None else LockFree(training, training.shared)
-        return
-    waiting = partial(link.progress, "wait")
-    with closing(
-        Contributions(training, lambda: link.wish() is not None, lambda: waiting(training.step))
-    ) as source:
-        yield source
-
-
 def _loop(
-    training: Training, source: Source | None, reporter: Reporter, link: WorkerLink, copies: MemorySnapshots
+    training: Training, source: Source, reporter: Reporter, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
     train, checkpoint = training.config.train, training.config.checkpoint
     saved_at, saved_time = training.step, time.monotonic()
@@ -226,7 +201,7 @@ def _loop(
 
     for done in _traced(training, stop_asked, save_due, source):
         link.progress("step", training.step)
-        _tell_of_meeting(training, link)
+        _tell_of_waiting(training, link)
         keep_copy(training, copies)
         last = training.step == train.steps
         evaluate = not done.stop and (
@@ -250,7 +225,7 @@ def _loop(
             training.comm.ledger.take()
             training.comm.clock.restart()
             link.progress("step", training.step)
-            _tell_of_meeting(training, link)
+            _tell_of_waiting(training, link)
     if training.step < train.steps:  # it was asked to stop while it waited for gradients
         if saved_at != training.step:
             save(training)
@@ -289,10 +264,10 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
         )
 
 
-def _tell_of_meeting(training: Training, link: WorkerLink) -> None:
-    """In the next step this group may have to wait for others, which have steps of their own to make: that is
-    no hang."""
-    if training.outer is not None and training.outer.waits(training.step + 1):
+def _tell_of_waiting(training: Training, link: WorkerLink) -> None:
+    """Tell the host that this rank may have to wait in the next step for ranks that are at another step: that
+    is no hang."""
+    if training.rank_driver.may_wait(training.step + 1):
         link.progress("meet", training.step)
 
 
@@ -306,7 +281,7 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
 
 
 def _traced(
-    training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool], source: Source | None
+    training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool], source: Source
 ) -> Iterator[Step]:
     """The steps, with a trace of some after the first if asked for."""
     done_steps = steps(training, stop_asked, save_due, source)

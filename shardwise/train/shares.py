@@ -1,5 +1,4 @@
-"""Whose rows are whose: how global batches are dealt out to the data-parallel devices, evenly or by how fast
-each is.
+"""Which rows of a global batch each data-parallel device computes: as many each, or more for a faster device.
 
 The loss is a sum over tokens that is divided by their number in the whole batch, and gradients are summed. So
 it does not matter who computes a row: however uneven the shares, the gradient is that of the even split but
@@ -20,8 +19,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Layout
-from shardwise.plan import RANK_AXES
+from shardwise.config import RANK_AXES, Layout
 
 WARM_UP = 2
 """Steps of a team that say nothing of how fast devices are: they allocate, and may compile."""

@@ -1,8 +1,8 @@
 """Where the gradients of a step come from.
 
-In a synchronous run every rank computes those of its own rows of the global batch (`OwnRows`). The step
-around it, from the norm of the gradient to the record of what happened, is the same wherever they come from
-(train/steps.py).
+In a synchronous run every rank computes the gradients of its own rows of the global batch (`OwnRows`). Other
+drivers have other sources (drivers/). The step around it, from the norm of the gradient to the record of what
+happened, is the same wherever gradients come from (train/steps.py).
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from torch import Tensor
 from shardwise.data.batches import Batch, Batches
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
-from shardwise.plan import reduce_dtype
 from shardwise.train.build import Training
 from shardwise.train.shares import Dealer
 
 
 @dataclass(frozen=True)
 class Updates:
-    """That were made already, by all workers, each with its own gradient (train/hogwild.py)."""
+    """Updates that workers made already in a step, each with its own gradient (drivers/lock_free.py)."""
 
     made: int
     conflicting: int
-    """Those that wrote rows which others had written since they were read."""
+    """Updates that wrote rows which others had written since they were read."""
     rows: int
-    """That they wrote, all together; a dense gradient counts as one."""
+    """Rows that all updates wrote together; a dense gradient counts as one."""
     conflicting_rows: int
 
 
@@ -39,41 +38,41 @@ class Drawn:
     known of the batch."""
 
     loss: Tensor
-    """This rank's part of its mean loss."""
+    """This rank's part of the batch's mean loss."""
     tokens: Tensor
-    """Of the whole batch."""
+    """Tokens of the whole batch."""
     checksum: int
-    """Of the sequences that this rank speaks for."""
+    """Checksum of the sequences that this rank reports."""
     rows: tuple[int, ...] = ()
-    """Of the batch, by data-parallel device; where they are dealt out by speed."""
+    """Rows of the batch by data-parallel device; where their numbers differ from step to step."""
     staleness: tuple[int, ...] = ()
-    """Of the gradients that it is the sum of; where they were computed by others."""
+    """Staleness of the gradients in the sum; where workers brought them."""
     dropped: int = 0
-    """Gradients that came after another of the same portion, since the step before."""
+    """Gradients since the step before that came after another of the same portion."""
     rate: float = 1.0
-    """Of the learning rate, for this step: less where gradients are old and so asked."""
+    """Factor of the learning rate in this step: less than 1 where old gradients are damped."""
     updates: Updates | None = None
-    """Those that were made already, each with a gradient of its own; None: the one of the step is still to be
-    made."""
+    """Updates that were made already, each with a gradient of its own; None: the update of the step is still
+    to be made."""
     norm: Tensor | None = None
-    """The mean norm of their gradients."""
+    """Mean norm of the gradients of these updates."""
 
 
 class Source(Protocol):
-    """Draws the gradients of one step after the other."""
+    """Puts the gradients of one step after the other in place."""
 
     def draw(self) -> Drawn | None:
-        """Those of the next step; None: the run is to stop before there are any."""
+        """Put the gradients of the next step in place; None: the run is to stop before there are any."""
 
     def ahead(self) -> None:
-        """The step's work is queued on the device: what can be done for the next one, is."""
+        """Prepare the next step, while the device works on this one."""
 
     def again(self) -> None:
-        """The step just drawn is to be drawn once more."""
+        """The step just drawn has to be drawn once more."""
 
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """A step is done; each rank took (compute, data) seconds for its own work in the one before, where
-        that is known."""
+        """A step is done. `seconds` is what each rank took for its own work (compute, data) in the step
+        before, where that is known."""
 
     def close(self) -> None:
         """There are no more steps."""
@@ -82,10 +81,11 @@ class Source(Protocol):
 class OwnRows:
     """Every rank computes its rows of the global batch; a thread reads them ahead."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, by_speed: bool = False) -> None:
+        """With `by_speed`, a faster device gets more rows of later batches."""
         self.training = training
         train, plan = training.config.train, training.plan
-        self._by_speed = train.shares == "by speed"
+        self._by_speed = by_speed
         self._dealer = Dealer(training.shares, plan.layout, plan.accumulation, training.step, self._by_speed)
         self._batches = Batches(
             training.dataset,
@@ -98,7 +98,7 @@ class OwnRows:
         self._batch: list[Batch] | None = None
         self._drawn: list[Batch] | None = None
         self._after: list[Batch] | None = None
-        """The batch after a step that is made again."""
+        """The batch that was read ahead, while a step is made again."""
 
     def draw(self) -> Drawn:
         training = self.training
@@ -111,7 +111,7 @@ class OwnRows:
         return Drawn(loss, tokens, self.checksum(batch), rows)
 
     def next_batch(self) -> list[Batch]:
-        """The micro-batches of this rank's rows."""
+        """Return the micro-batches of this rank's rows."""
         return self._batch or self._fetch()
 
     def ahead(self) -> None:
@@ -168,6 +168,6 @@ def at_least_some(items: Tensor) -> Tensor:
 def forward_backward(training: Training, batch: list[Batch], items: Tensor) -> Tensor:
     """Gradients of the global mean loss over so many items, complete on this rank; returns this rank's part
     of that loss."""
-    items = items.to(DTYPES[reduce_dtype(training.config.train)])
+    items = items.to(DTYPES[training.plan.model.dtypes.sums])
     with attention_backends(training.mesh.device.type):
         return training.parallel.forward_backward(batch, training.scale.value / items) / items

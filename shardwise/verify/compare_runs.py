@@ -18,11 +18,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint import checkpoints
+from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.config import Precision
 from shardwise.observe import read_metrics
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.contents import Contents
 
 TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
 """Largest relative difference of a loss after the layout changed; a float32 job is then drilled in float64
@@ -172,27 +176,28 @@ def _weights(
     if not all(folders):
         return {"the last checkpoint (missing)": float("inf")}, float("inf"), 0
     expected, actual = (Contents.open(folder[0]) for folder in folders)
-    kinds = ("model.", "optimizer.") if tolerance is None else ("model.",)
-    names = [name for name in sorted({*expected.tensors, *actual.tensors}) if name.startswith(kinds)]
+    kinds = (StateKind.MODEL, StateKind.OPTIMIZER) if tolerance is None else (StateKind.MODEL,)
+    everything = sorted({*expected.tensors, *actual.tensors}, key=str)
+    keys = [key for key in everything if key.kind in kinds and key.group is None]
     if expected.manifest.step != actual.manifest.step:
-        return {f"the last checkpoint (step {actual.manifest.step})": float("inf")}, float("inf"), len(names)
-    gaps = {name: _gap(expected, actual, name) for name in names}
-    worst = max(gap for name, gap in gaps.items() if name.startswith("model."))
+        return {f"the last checkpoint (step {actual.manifest.step})": float("inf")}, float("inf"), len(keys)
+    gaps = {key: _gap(expected, actual, key) for key in keys}
+    worst = max(gap for key, gap in gaps.items() if key.is_model)
     allowed = 0.0 if tolerance is None else tolerance * WEIGHT_FACTOR
-    return {name: gap for name, gap in gaps.items() if gap > allowed}, worst, len(names)
+    return {str(key): gap for key, gap in gaps.items() if gap > allowed}, worst, len(keys)
 
 
-def _gap(expected_in: Any, actual_in: Any, name: str) -> float:
+def _gap(expected_in: Contents, actual_in: Contents, key: StateKey) -> float:
     """The norm of the difference over the norm of the first; 0 only for the same bits, infinite where one is
     missing."""
     import torch
 
-    if name not in expected_in.tensors or name not in actual_in.tensors:
+    if key not in expected_in.tensors or key not in actual_in.tensors:
         return float("inf")
-    left, right = expected_in.tensors[name], actual_in.tensors[name]
+    left, right = expected_in.tensors[key], actual_in.tensors[key]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return float("inf")
-    expected, actual = expected_in.read(name).reshape(-1), actual_in.read(name).reshape(-1)
+    expected, actual = expected_in.read(key).reshape(-1), actual_in.read(key).reshape(-1)
     if torch.equal(expected.view(torch.uint8), actual.view(torch.uint8)):
         return 0.0
     gap = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))

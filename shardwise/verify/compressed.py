@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch import UnitPiece, unit_pieces
-from shardwise.checkpoint.residuals import ResidualName
+from shardwise.checkpoint.state_key import StateKind
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.parallel.placement import held
@@ -119,10 +119,9 @@ def _weight(piece: UnitPiece) -> nn.Parameter:
 def _kept_by_all(training: Training, parameter: str, shape: tuple[int, ...]) -> Tensor:
     """The sum over all devices of what they keep of a parameter's gradient."""
     total = torch.zeros(shape, dtype=torch.float64, device=training.mesh.device)
-    for name, residual in training.parallel.residuals():
-        said = ResidualName.parse(name)
-        if said is not None and said.parameter == parameter:
-            total[tuple(slice(*part) for part in said.box)] += residual
+    for key, residual in training.parallel.residuals():
+        if key.kind is StateKind.RESIDUAL and key.part is not None and key.name == parameter:
+            total[tuple(slice(*edges) for edges in key.part.box)] += residual
     if training.mesh.worker.world > 1:
         dist.all_reduce(total)
     return total.cpu()

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.checkpoint import checkpoints
+from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.observe import newest, read_events, read_metrics
 from shardwise.plurals import counted
@@ -259,7 +259,7 @@ class DisturbedRun:
 
     def _corrupt(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         before, (rank, pid) = len(self._events()), self._victim(draw)
-        damage = corrupt(str(self.folder / "checkpoints"), pid, draw)
+        damage = corrupt(str(self.folder / "checkpoints"), pid, draw, self._save_in_flight)
         name = f"{Path(damage.checkpoint).name}/{damage.file}"
         survived = self._recovered(
             "corrupt", step, at, rank, f"a byte of {name} flipped, rank {rank} killed", before
@@ -267,7 +267,17 @@ class DisturbedRun:
         used = [event.get("checkpoint") for event in self._events()[before:] if event["event"] in BEGIN]
         if damage.checkpoint in used:
             raise NotSurvived(f"it resumed from {damage.checkpoint}, which is damaged")
+        damaged = step_of(damage.checkpoint)
+        if used and all(checkpoint and step_of(checkpoint) > damaged for checkpoint in used):
+            self._expected += 1  # a save was committed in between, so the damaged one was not the newest
+            return self._corrupt(int(newest(self.folder)["step"]), time.time(), draw)
         return survived
+
+    def _save_in_flight(self) -> bool:
+        """Return whether the checkpoint of the last step that is to be saved has not been committed yet."""
+        every, step = self.config.checkpoint.every, int(newest(self.folder).get("step", 0))
+        saved = checkpoints(self.folder / "checkpoints")
+        return every > 0 and step_of(saved[-1]) < step // every * every
 
     def _full(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         before, limit_of = len(self._events()), limits(str(self.folder / "checkpoints"))

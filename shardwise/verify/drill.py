@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
 from shardwise.locks import take_lock
 from shardwise.mesh import local_gpus
@@ -127,9 +128,7 @@ def drill(
         failure, seconds = run.run()
         progress.at("comparing", config.train.steps, len(run.survived))
         changes = any(fault.kind == "lose" for fault in planned)
-        tolerance = (
-            TOLERANCE[config.train.precision] if changes or config.train.shares == "by speed" else None
-        )
+        tolerance = TOLERANCE[config.train.precision] if changes or driver_of(config).varies_rows else None
         same = (
             None
             if failure
@@ -172,7 +171,7 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
     train: dict[str, Any] = {}
     if local_gpus() and not config.train.deterministic:  # two runs are to be the same bits
         train["deterministic"] = settings["train.deterministic"] = True
-    if ("lose" in kinds or config.train.shares == "by speed") and config.train.precision == "float32":
+    if ("lose" in kinds or driver_of(config).varies_rows) and config.train.precision == "float32":
         train |= {"precision": "float64", "state_dtype": "auto"}
         settings["train.precision"] = "float64, to tell roundings from faults"
     update = {

@@ -26,7 +26,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -42,6 +42,8 @@ FIRST = 2
 """No fault before this step is done."""
 SETTLE_SECONDS = 0.2
 """How long the newest checkpoint must have been the newest, while a worker is stopped, to stay so."""
+QUIET_SECONDS = 10.0
+"""How long to look for a moment in which no save is in flight."""
 SMALLEST_LIMIT = 1 << 14
 """Bytes: below this, a limit on files would hit a worker's log as well."""
 
@@ -117,22 +119,34 @@ class Damage:
     file: str
 
 
-def corrupt(folder: str, pid: int, draw: random.Random) -> Damage:
+def corrupt(folder: str, pid: int, draw: random.Random, save_in_flight: Callable[[], bool]) -> Damage:
     """Flip a byte of the newest checkpoint, then end a worker.
 
-    The worker is stopped first, so that no later checkpoint can be committed in between: it would take its
-    part.
+    The worker is stopped first: a checkpoint that lacks its part cannot be committed. One that has its part
+    already still can, so while a save is in flight the worker goes on for a moment and is stopped again.
     """
+    deadline = time.monotonic() + QUIET_SECONDS
     os.kill(pid, signal.SIGSTOP)
+    newest = _settled(folder)
+    while save_in_flight() and time.monotonic() < deadline:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(SETTLE_SECONDS)
+        os.kill(pid, signal.SIGSTOP)
+        newest = _settled(folder)
+    file = draw.choice(sorted(path for path in Path(newest).iterdir() if path.stat().st_size))
+    flip(file, draw.randrange(file.stat().st_size), draw.randrange(1, 256))
+    os.kill(pid, signal.SIGKILL)
+    return Damage(newest, file.name)
+
+
+def _settled(folder: str) -> str:
+    """Return the newest checkpoint once no newer one has come for a while."""
     newest, since = checkpoints(folder)[-1], time.monotonic()
     while time.monotonic() - since < SETTLE_SECONDS:
         time.sleep(0.01)
         if (now := checkpoints(folder)[-1]) != newest:
             newest, since = now, time.monotonic()
-    file = draw.choice(sorted(path for path in Path(newest).iterdir() if path.stat().st_size))
-    flip(file, draw.randrange(file.stat().st_size), draw.randrange(1, 256))
-    os.kill(pid, signal.SIGKILL)
-    return Damage(newest, file.name)
+    return newest
 
 
 def flip(file: Path, offset: int, bits: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from shardwise.config import Config, Layout, fewest_devices, with_nearby_that_divides
 from shardwise.config.compression import AUTO, SETTINGS
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.plan import Plan, choose
 from shardwise.verify.shrink import shrink
@@ -86,7 +87,8 @@ class ProofJob:
 
 def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
-    if config.train.driver != "synchronous":
+    driver = driver_of(config)
+    if not driver.lockstep:
         raise UserError(
             f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in "
             f"lockstep; "
@@ -115,10 +117,11 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
         update={
             "layout": layout,
             "train": small.train.model_copy(update=_train(small, steps, dtype)),
+            "optimizer": small.optimizer.without_compression(),
             "run": run,
         }
     )
-    plan, uneven = choose(small, layout.world), config.train.shares == "by speed"
+    plan, uneven = choose(small, layout.world), driver.varies_rows
     chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1
     return ProofJob(
         small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed, uneven
@@ -146,8 +149,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "decay": 2,
         "compile": train.compile is True and config.run.device == "cuda",
         "check_every": 0,
-        "optimizer": "adamw",
-        "shares": "even",
+        "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/measure.py)
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
 

@@ -3,9 +3,10 @@ plain`.
 
 A layout that agrees with one device of ours may share its mistakes: betas that are swapped, a rotation that
 turns the wrong way, a divisor that counts ignored targets. So nothing here is taken from our model, loss,
-optimizer, schedule or data code, and each part is written in another way than there: a rotation is a complex
+update, schedule or data code, and each part is written in another way than there: a rotation is a complex
 product, attention has its whole matrix of scores, every expert computes every token, the logits exist, the
-gradients are autograd's, AdamW is its formula. Slow, and in float64 only.
+gradients are autograd's, the optimizer is torch's or its paper's (`Optimizer.reference`). Slow, and in
+float64 only.
 
 Given are the job's numbers, the first weights and the prepared folders (so neither drawing weights nor
 tokenising is proven), and the rows that a proof makes itself. What the papers leave open is our definition,
@@ -55,6 +56,8 @@ NUMBERS = {
     "router_z_loss",
 }  # fmt: skip
 """Settings of the model that are taken as they are."""
+_TABLES = ("embedding.weight", "positions.weight")
+"""Matrices that are not decayed."""
 
 
 def check_known(config: Config) -> None:
@@ -69,6 +72,11 @@ def check_known(config: Config) -> None:
         raise UserError(
             f"--against plain: does not know train.schedule = {config.train.schedule!r}; leave out "
             f"--against plain"
+        )
+    if config.optimizer.without_compression().reference([{"params": [], "weight_decay": 0.0}]) is None:
+        raise UserError(
+            f"--against plain: optimizer.name = {config.optimizer.name!r} gives no reference to step with; "
+            "leave out --against plain"
         )
 
 
@@ -432,15 +440,17 @@ def learning_rate(train: Train, step: int) -> float:
     )
 
 
-def adamw(
-    weight: Tensor, gradient: Tensor, moments: list[Tensor], train: Train, step: int, lr: float, decay: float
-) -> Tensor:
-    """The weight after a step (Loshchilov and Hutter 2019, algorithm 2); `moments` become those of this
-    step."""
-    (beta1, beta2), (first, second) = train.betas, moments
-    moments[:] = [beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2]
-    mean, square = moments[0] / (1 - beta1**step), moments[1] / (1 - beta2**step)
-    return weight - lr * (mean / (square.sqrt() + train.epsilon) + decay * weight)
+def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer:
+    """Return an optimizer over these weights that shares no code with ours; decay is of matrices alone."""
+    decayed = [weight for name, weight in weights.items() if weight.ndim >= 2 and name not in _TABLES]
+    rest = [weight for name, weight in weights.items() if weight.ndim < 2 or name in _TABLES]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.optimizer.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    optimizer = config.optimizer.reference(groups)
+    assert optimizer is not None, "check_known has asked"
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -468,7 +478,7 @@ def train_plainly(
     """Train from these weights and routers' biases, which are changed in place; `batch(step)` gives the rows
     of a step."""
     model, train = config.model, config.train
-    moments = {name: [torch.zeros_like(weight), torch.zeros_like(weight)] for name, weight in weights.items()}
+    optimizer = reference_optimizer(config, weights)
     for step in range(1, steps + 1):
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         forward, rows = Forward(model, {**leaves, **biases}), batch(step)
@@ -479,10 +489,12 @@ def train_plainly(
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in found))
         clipped = 1.0 if train.clip is None else min(1.0, train.clip / norm)
         lr = learning_rate(train, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         for name, weight in weights.items():
-            matrix = weight.ndim >= 2 and name not in ("embedding.weight", "positions.weight")
-            decay = train.weight_decay if matrix else 0.0
-            weight.copy_(adamw(weight, gradients[name] * clipped, moments[name], train, step, lr, decay))
+            weight.grad = gradients[name] * clipped
+        optimizer.step()
+        optimizer.zero_grad()
         for name, load in forward.loads.items():
             if model.balance_bias:
                 biases[f"{name}.router.bias"] += model.balance_bias * (load.mean() - load).sign().float()

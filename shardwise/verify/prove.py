@@ -209,7 +209,7 @@ def _check_module(proof: ProofJob) -> int | None:
     Returns how many ids it looks up, where its sharding table says by which module."""
     if proof.config.model.module is None:
         return None
-    from shardwise.parallel import check_module, embedded_ids
+    from shardwise.train.check_module import check_module, embedded_ids
 
     check_module(proof.config, proof.plan.layout)
     return embedded_ids(proof.config)

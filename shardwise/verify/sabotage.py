@@ -208,15 +208,14 @@ def _swap(training: Training, description: Description) -> None:
 def _misroute(training: Training, description: Description) -> None:
     mixture = training.parallel.mixtures[0]
     paths = {module: path for part in training.parallel.parts for path, module in part.model.named_modules()}
-    route, router = mixture.router.forward, mixture.router
+    router = mixture.router
 
-    def misrouted(x: Tensor) -> Routing:
-        routing = route(x)
+    def misroute(router: nn.Module, inputs: object, routing: Routing) -> Routing:
         experts = routing.experts.clone()
         experts[0, 0] = min(set(range(mixture.config.experts)) - set(experts[0].tolist()))
         return routing._replace(experts=experts)
 
-    router.forward = misrouted  # type: ignore[method-assign]
+    router.register_forward_hook(misroute, prepend=True)
     description["module"] = paths[router]
 
 

@@ -34,9 +34,11 @@ from shardwise.config import (
     divisors,
     from_tables,
     sequence_multiple,
-    stages_on_a_rank,
+    stages_per_rank,
 )
-from shardwise.plan import count, flops_per_token, micro_batch_size
+from shardwise.config.layout_rules import deals_heads, splits_evenly, splits_or_repeats
+from shardwise.config.parameters import count
+from shardwise.plan import flops_per_token, micro_batch_size
 from shardwise.verify.random_text import can_use_own_data, with_random_text
 
 Properties = tuple[bool, ...]
@@ -214,9 +216,9 @@ def fits(model: Model, layout: Layout) -> bool:
 
 
 def _heads_fit(model: Model, layout: Layout) -> bool:
-    alike = model.kv_heads % layout.tensor == 0 or layout.tensor % model.kv_heads == 0
-    dealt = layout.attention != "ulysses" or model.heads // layout.tensor % layout.context == 0
-    return model.heads % layout.tensor == 0 and alike and dealt
+    dealt = layout.attention != "ulysses" or deals_heads(model, layout)
+    alike = splits_or_repeats(model.kv_heads, layout.tensor)
+    return bool(splits_evenly(model.heads, layout.tensor) and alike and dealt)
 
 
 def _group_properties(model: Model, layout: Layout) -> Properties:
@@ -302,7 +304,7 @@ def _borrowing_properties(layout: Layout) -> Properties:
 
 def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple[Model, Layout]:
     """As few layers as show the same cut into stages: even or not, one block a stage or more."""
-    stages, fewer = layout.pipeline * stages_on_a_rank(layout), smaller.pipeline * stages_on_a_rank(smaller)
+    stages, fewer = layout.pipeline * stages_per_rank(layout), smaller.pipeline * stages_per_rank(smaller)
     if layout.stages is not None:
         by_hand = _cut_by_hand(layout.stages, fewer)
         return model.model_copy(update={"layers": sum(by_hand)}), smaller.model_copy(
@@ -362,7 +364,7 @@ def _batch_properties(train: Train, layout: Layout) -> Properties:
 def _sequence_length(length: int, model: Model, layout: Layout) -> int:
     """A multiple of what `context` and `tensor` need, as short as shows more than a token or two on each
     device."""
-    unit = sequence_multiple(model, layout)
+    unit = int(sequence_multiple(model, layout))
     short = -(-SEQUENCE // unit) * unit
     return short if short <= length else max(1, length // unit) * unit
 

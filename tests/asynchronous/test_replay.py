@@ -10,9 +10,9 @@ import torch
 from ranks.jobs import ALONE, FAMILIES, job, start
 from torch import Tensor
 
+from shardwise.drivers.contributions import steps_ahead
+from shardwise.drivers.replay import Pace, Replay
 from shardwise.train.build import Training
-from shardwise.train.replay import Pace, Replay
-from shardwise.train.serve import steps_ahead
 from shardwise.train.steps import Step, steps
 
 PACES = [Pace(), Pace(), Pace(losses=0.1), Pace(seconds=4.0)]
@@ -78,12 +78,12 @@ def test_workers_get_weights_as_they_will_be_when_their_gradients_come(corpus: s
     tables = job(corpus, model=FAMILIES["llama"], train={"steps": 8, "driver": "server"})
     training = start(ALONE, {**tables, "server": {"portions": 1, "max_staleness": "unbounded"}})
     source = Replay(training, [Pace(spread=0.0)] * 3, seed=0)
-    before, age, beta = weights_of(training), 0.0, training.config.train.betas[0]
+    before, age, beta = weights_of(training), 0.0, training.config.optimizer.momentum_per_step
     for step in steps(training, source=source):
         now = weights_of(training)
         age += 0.1 * (step.staleness[0] - age)
         ahead = beta * (1 - beta**age) / (1 - beta)
-        handed_out = source.shelf.weights(step.step)[1]
+        handed_out = source.store.weights(step.step)[1]
         torch.testing.assert_close(handed_out, now + ahead * (now - before), rtol=1e-12, atol=1e-12)
         before = now
     assert age > 0.5

@@ -14,7 +14,11 @@ import psutil
 import pytest
 import torch
 
-from shardwise.asynchronous import messages, servers
+from shardwise.asynchronous import listener as listening
+from shardwise.asynchronous import messages
+from shardwise.asynchronous import scheduler as scheduling
+from shardwise.asynchronous.gradient_store import GradientStore
+from shardwise.asynchronous.listener import Listener
 from shardwise.asynchronous.messages import (
     Ask,
     Bring,
@@ -29,11 +33,10 @@ from shardwise.asynchronous.messages import (
     Wait,
     Welcome,
 )
-from shardwise.asynchronous.servers import Desk, Front, Shelf
+from shardwise.asynchronous.scheduler import Scheduler
 from shardwise.asynchronous.wire import Wire, dial
 from shardwise.asynchronous.work import Work
-from shardwise.comm.codecs import codec as codec_of
-from shardwise.config.compression import Compression
+from shardwise.codecs import parse_row_codec
 from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience.channel import Credentials
 
@@ -46,32 +49,32 @@ class Served:
     numbers."""
 
     def __init__(self, work: Work) -> None:
-        self.work, self.shelf, self.desk = work, Shelf(SLICES, torch.float32), Desk(work)
+        self.work, self.store, self.scheduler = work, GradientStore(SLICES, torch.float32), Scheduler(work)
         self.weights = torch.zeros(10)
-        self.shelf.publish(0, self.weights.clone())
-        self.front = Front(LOOPBACK, OURS, self.shelf, self.desk)
+        self.store.publish(0, self.weights.clone())
+        self.listener = Listener(LOOPBACK, OURS, self.store, self.scheduler)
         self.used: list[int] = []
         self.thread = threading.Thread(target=self._update)
         self.thread.start()
 
     def _update(self) -> None:
         while not self.work.ended:
-            update = self.desk.due(0.05)
+            update = self.scheduler.due(0.05)
             if update is None:
                 continue
-            taken = self.shelf.take(update.keys, update.brought, update.dropped)
+            taken = self.store.take(update.keys, update.brought, update.dropped)
             for gradient in taken:
                 self.weights += gradient
-            self.shelf.give_back(taken)
+            self.store.give_back(taken)
             self.used += [one.portion for one in update.contributions]
-            self.shelf.publish(self.work.version + 1, self.weights.clone())
-            self.desk.made(update)
+            self.store.publish(self.work.version + 1, self.weights.clone())
+            self.scheduler.made(update)
 
     def end(self) -> None:
         self.work.updates = 0
         self.thread.join(10)
-        self.desk.close()
-        self.front.close()
+        self.scheduler.close()
+        self.listener.close()
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def work_until_the_end(served: Served, name: str, chance: random.Random, deaths:
     life = 0
     while True:
         life += 1
-        wire = dial(LOOPBACK, served.front.port, OURS)
+        wire = dial(LOOPBACK, served.listener.port, OURS)
         try:
             assert isinstance(said(wire, Hello(f"{name}-{life}")), Welcome)
             while chance.random() >= deaths:
@@ -132,7 +135,7 @@ def test_every_portion_is_in_the_weights_once_though_workers_come_and_go(served:
     served.thread.join(10)
     assert sorted(served.used) == list(range(120))
     assert served.weights.tolist() == [12.0] * 10
-    assert len(served.shelf._gradients) <= 8, "what nobody will use is let go of"
+    assert len(served.store._gradients) <= 8, "what nobody will use is let go of"
 
 
 @pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
@@ -141,16 +144,16 @@ def test_a_flood_of_strangers_opens_no_thread_and_keeps_few_connections(served: 
     flood = []
     most = 0
     for index in range(500):
-        flood.append(socket.create_connection((LOOPBACK, served.front.port), timeout=5))
+        flood.append(socket.create_connection((LOOPBACK, served.listener.port), timeout=5))
         if index % 3 == 0:
             with suppress(OSError):  # hung up on already
                 flood[-1].sendall(b"0123")  # the beginning of an answer
         most = max(most, threading.active_count() - threads)
-    wire = dial(LOOPBACK, served.front.port, OURS)  # greeted once all of them were taken in
+    wire = dial(LOOPBACK, served.listener.port, OURS)  # greeted once all of them were taken in
     assert isinstance(said(wire, Hello("honest")), Welcome)
     kept = psutil.Process().num_fds() - descriptors - len(flood) - 1
     assert most == 0
-    assert kept <= servers.MOST_STRANGERS + 1
+    assert kept <= listening.MOST_STRANGERS + 1
     wire.close()
     for stranger in flood:
         stranger.close()
@@ -171,7 +174,7 @@ def test_a_thread_that_cannot_start_turns_one_worker_away_and_no_other(
 
     monkeypatch.setattr(threading.Thread, "start", refuse_first)
     for _ in range(2):
-        wire = dial(LOOPBACK, served.front.port, OURS)
+        wire = dial(LOOPBACK, served.listener.port, OURS)
         with pytest.raises((EOFError, OSError)):
             said(wire, Hello("turned away"))
         wire.close()
@@ -184,11 +187,11 @@ def test_a_thread_that_cannot_start_turns_one_worker_away_and_no_other(
 def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
     """Over a thousand connections that say nothing, garbage, or the right thing with the wrong secret."""
     chance = random.Random(0)
-    before = served.shelf.weights(0)[1].clone()
+    before = served.store.weights(0)[1].clone()
     memory = psutil.Process().memory_info().rss
     kept = []
     for index in range(1000):
-        stranger = socket.create_connection((LOOPBACK, served.front.port), timeout=5)
+        stranger = socket.create_connection((LOOPBACK, served.listener.port), timeout=5)
         kind = index % 4
         if kind == 0:
             kept.append(stranger)  # says nothing
@@ -205,7 +208,7 @@ def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
     for stranger in kept:
         stranger.close()
     assert served.work.version == 0
-    assert torch.equal(served.shelf.weights(0)[1], before)
+    assert torch.equal(served.store.weights(0)[1], before)
     assert psutil.Process().memory_info().rss - memory < 64 << 20
     work_until_the_end(served, "honest", chance, 0.0)
     assert sorted(served.used) == list(range(10))
@@ -228,7 +231,7 @@ def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
 def test_a_worker_that_talks_nonsense_is_hung_up_on(
     served: Served, text: dict[str, object], behind: int
 ) -> None:
-    wire = dial(LOOPBACK, served.front.port, OURS)
+    wire = dial(LOOPBACK, served.listener.port, OURS)
     assert isinstance(said(wire, Hello("odd")), Welcome)
     with suppress(OSError):  # it may hang up before it has heard all
         wire.send(text, torch.ones(behind // 4) if behind else None)
@@ -238,40 +241,40 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
     assert served.work.state().missing == ()
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
 def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: str) -> None:
-    compression = Compression.parse(codec)
-    shelf, desk = Shelf(SLICES, torch.float32, compression), Desk(Work(1, 2, 0))
-    shelf.publish(0, torch.zeros(10))
-    front = Front(LOOPBACK, OURS, shelf, desk)
+    compression = parse_row_codec(codec)
+    store, scheduler = GradientStore(SLICES, torch.float32, compression), Scheduler(Work(1, 2, 0))
+    store.publish(0, torch.zeros(10))
+    listener = Listener(LOOPBACK, OURS, store, scheduler)
     try:
-        wire, gradient = dial(LOOPBACK, front.port, OURS), torch.linspace(-1, 1, 10)
+        wire, gradient = dial(LOOPBACK, listener.port, OURS), torch.linspace(-1, 1, 10)
         said(wire, Hello("worker"))
         task = said(wire, Ask())
         assert isinstance(task, Task)
-        encoded = codec_of(compression).encode(gradient.clone().unsqueeze(0), seed=task.portion)
+        encoded = compression.encode(gradient.clone().unsqueeze(0), seed=task.portion)
         assert said(wire, Push(task.portion), encoded) == Stored()
         decoded = torch.zeros(1, 10)
-        codec_of(compression).decode(encoded, decoded, seed=task.portion)
+        compression.decode(encoded, decoded, seed=task.portion)
         assert said(wire, Bring(task.portion, 1.0, 1, 1, 1)) == Noted(True)
-        update = desk.due(5.0)
+        update = scheduler.due(5.0)
         assert update is not None
-        assert torch.equal(shelf.take(update.keys, (), ())[0], decoded[0])
+        assert torch.equal(store.take(update.keys, (), ())[0], decoded[0])
         with suppress(OSError):
             wire.send(messages.to_json(Push(1)), torch.full((encoded.numel() + 1,), 255, dtype=torch.uint8))
         with pytest.raises((EOFError, OSError)):
             wire.receive()
     finally:
-        front.close()
+        listener.close()
 
 
 @pytest.mark.parametrize("served", [(1, 3, 0)], indirect=True)
 def test_the_only_worker_stands_still_and_is_handed_its_portion_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "SHORTEST_OVERDUE", 0.2)
-    monkeypatch.setattr(servers, "OVERDUE", 1.0)
-    wire = dial(LOOPBACK, served.front.port, OURS)
+    monkeypatch.setattr(scheduling, "SHORTEST_OVERDUE", 0.2)
+    monkeypatch.setattr(scheduling, "OVERDUE", 1.0)
+    wire = dial(LOOPBACK, served.listener.port, OURS)
     said(wire, Hello("once"))
     for portion in range(2):
         assert said(wire, Ask()) == Task(portion, portion)
@@ -289,9 +292,9 @@ def test_the_only_worker_stands_still_and_is_handed_its_portion_again(
 
 @pytest.mark.parametrize("served", [(1, 2, 0)], indirect=True)
 def test_a_worker_that_stands_still_is_done_without(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "SHORTEST_OVERDUE", 0.2)
-    monkeypatch.setattr(servers, "OVERDUE", 1.0)
-    quick, slow = (dial(LOOPBACK, served.front.port, OURS) for _ in range(2))
+    monkeypatch.setattr(scheduling, "SHORTEST_OVERDUE", 0.2)
+    monkeypatch.setattr(scheduling, "OVERDUE", 1.0)
+    quick, slow = (dial(LOOPBACK, served.listener.port, OURS) for _ in range(2))
     said(quick, Hello("quick"))
     said(slow, Hello("slow"))
     first = said(quick, Ask())
@@ -318,37 +321,37 @@ class TestPatience:
 
     def setup_method(self) -> None:
         self.now = 0.0
-        self.desk = Desk(Work(portions=2, updates=10, most_stale=4), clock=lambda: self.now)
+        self.scheduler = Scheduler(Work(portions=2, updates=10, most_stale=4), clock=lambda: self.now)
         for worker in "ab":
-            assert self.desk.ask(worker, 0) == Task("ab".index(worker), 0)
+            assert self.scheduler.ask(worker, 0) == Task("ab".index(worker), 0)
         self.now = 4.0
         for worker in "ab":
-            assert self.desk.bring(worker, Bring("ab".index(worker), 0.0, 1, 1, 0))
+            assert self.scheduler.bring(worker, Bring("ab".index(worker), 0.0, 1, 1, 0))
 
     def make(self) -> None:
-        update = self.desk.due(0)
+        update = self.scheduler.due(0)
         assert update is not None
-        self.desk.made(update)
+        self.scheduler.made(update)
 
     def test_a_worker_waits_for_an_update_that_is_being_made(self) -> None:
-        assert isinstance(self.desk.ask("a", 0), Wait)
+        assert isinstance(self.scheduler.ask("a", 0), Wait)
         self.make()
-        assert self.desk.ask("a", 0) == Task(2, 1)
+        assert self.scheduler.ask("a", 0) == Task(2, 1)
 
     def test_but_not_for_longer_than_half_a_portion(self) -> None:
-        assert isinstance(self.desk.ask("a", 0), Wait)
+        assert isinstance(self.scheduler.ask("a", 0), Wait)
         self.now += 2.01
-        assert self.desk.ask("a", 0) == Task(2, 0)
+        assert self.scheduler.ask("a", 0) == Task(2, 0)
 
     def test_it_waits_for_what_another_should_bring_soon_and_for_nothing_else(self) -> None:
         self.make()
-        assert self.desk.ask("a", 0) == Task(2, 1)
+        assert self.scheduler.ask("a", 0) == Task(2, 1)
         self.now += 3.0
-        assert self.desk.ask("b", 0) == Task(3, 1)
+        assert self.scheduler.ask("b", 0) == Task(3, 1)
         self.now += 1.0
-        self.desk.bring("a", Bring(2, 0.0, 1, 1, 0))
-        assert self.desk.ask("a", 0) == Task(4, 1), "b needs 3 s more, and half a portion is 2 s"
+        self.scheduler.bring("a", Bring(2, 0.0, 1, 1, 0))
+        assert self.scheduler.ask("a", 0) == Task(4, 1), "b needs 3 s more, and half a portion is 2 s"
         self.now += 1.5
-        self.desk.lost("a")
-        self.desk.bring("b", Bring(3, 0.0, 1, 1, 0))
-        assert self.desk.ask("c", 0) == Task(4, 1), "of a new one it is not known how long it takes"
+        self.scheduler.lost("a")
+        self.scheduler.bring("b", Bring(3, 0.0, 1, 1, 0))
+        assert self.scheduler.ask("c", 0) == Task(4, 1), "of a new one it is not known how long it takes"

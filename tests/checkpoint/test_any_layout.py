@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.save import Saved, state_of
 from shardwise.config import Layout
+from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.train.build import Training, restore, save
@@ -75,7 +76,8 @@ def own_state(training: Training) -> Digests:
 
 def state(training: Training) -> dict[str, Tensor]:
     parallel = training.parallel
-    return state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    own = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    return {str(key): tensor for key, tensor in own.items()}
 
 
 def digests(tensors: dict[str, Tensor]) -> Digests:
@@ -121,19 +123,27 @@ def run(ranks: Callable[[int], Pool], tables: Tables, case: Callable[..., Any], 
     )
 
 
-def tables_of(corpus: str, layout: str, folder: Path, more: int) -> Tables:
+def tables_of(corpus: str, layout: str, folder: Path, more: int, optimizer: str = "adamw") -> Tables:
     micro_batch = (2 if LAYOUTS[layout]["data"] == 1 else 1) if "pipeline" in LAYOUTS[layout] else None
     train = {"steps": SAVED_AT + more, "global_batch": 4, "micro_batch": micro_batch}
     return job(
-        corpus, model=FAMILIES["experts"], train=train, layout=LAYOUTS[layout], run={"folder": str(folder)}
+        corpus,
+        model=FAMILIES["experts"],
+        train=train,
+        optimizer={"name": optimizer},
+        layout=LAYOUTS[layout],
+        run={"folder": str(folder)},
     )
 
 
 class Written:
     """A checkpoint of each layout, and how its own run went on from there."""
 
-    def __init__(self, ranks: Callable[[int], Pool], corpus: str, folder: Path, more: int) -> None:
+    def __init__(
+        self, ranks: Callable[[int], Pool], corpus: str, folder: Path, more: int, optimizer: str = "adamw"
+    ) -> None:
         self.ranks, self.corpus, self.folder, self.more = ranks, corpus, folder, more
+        self.optimizer = optimizer
         self._found: dict[str, list[Went]] = {}
 
     def address(self, layout: str) -> str:
@@ -141,7 +151,7 @@ class Written:
 
     def went(self, layout: str) -> list[Went]:
         if layout not in self._found:
-            tables = tables_of(self.corpus, layout, self.folder / layout, self.more)
+            tables = tables_of(self.corpus, layout, self.folder / layout, self.more, self.optimizer)
             first, *others = self._found[layout] = run(self.ranks, tables, train_and_save)
             assert all((other.state, other.numbers) == (first.state, first.numbers) for other in others), (
                 "ranks differ"
@@ -150,7 +160,7 @@ class Written:
 
     def check_read_by(self, target: str, sources: list[str]) -> None:
         own = [self.went(source) for source in sources]
-        tables = tables_of(self.corpus, target, self.folder / target, self.more)
+        tables = tables_of(self.corpus, target, self.folder / target, self.more, self.optimizer)
         truth = on_one_device({**tables, "run": {}}).losses[SAVED_AT:]
         assert len(truth) == self.more
         for rank, answers in enumerate(
@@ -202,3 +212,32 @@ def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(
     written_for_long: Written, layout: str
 ) -> None:
     written_for_long.check_read_by(layout, NAMES)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+@pytest.mark.parametrize(
+    ("layout", "sources"),
+    [
+        ("tensor, zero 3", ["tensor, zero 3", "data, zero 0"]),
+        pytest.param("pipeline, zero 1", ["pipeline, zero 1", "tensor, zero 3"], marks=pytest.mark.full),
+        pytest.param("context, experts, zero 2", ["pipeline in a V", "one device"], marks=pytest.mark.full),
+    ],
+)
+def test_so_it_does_with_other_optimizers(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, optimizer: str, layout: str, sources: list[str]
+) -> None:
+    Written(ranks, corpus, tmp_path, 2, optimizer).check_read_by(layout, sources)
+
+
+def test_the_state_of_another_optimizer_is_refused_unless_it_is_the_same_state(
+    corpus: str, tmp_path: Path
+) -> None:
+    tables = tables_of(corpus, "one device", tmp_path, more=1)
+    train_and_save(ALONE, tables)
+    folder = str(tmp_path / "checkpoints" / f"step-{SAVED_AT}")
+    for name, slots in (("lion", "exp_avg"), ("sgd", "momentum_buffer")):
+        other = start(ALONE, {**tables, "optimizer": {"name": name}})
+        with pytest.raises(UserError, match=rf"another optimizer \(adamw\).*this job's keeps {slots}\."):
+            restore(other, folder)
+    compressed = {"compression": "sign", "compression_warmup": 1}
+    restore(start(ALONE, {**tables, "layout": compressed, "optimizer": {"name": "1bit-adam"}}), folder)

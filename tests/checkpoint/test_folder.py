@@ -19,6 +19,7 @@ from shardwise.checkpoint import checkpoints, hold, read_manifest, step_of, to_r
 from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.folder import MANIFEST, prune, set_aside
 from shardwise.checkpoint.huggingface import export_checkpoint
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Config, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
@@ -79,7 +80,7 @@ def test_tensors_begin_at_multiples_of_64_and_are_raw_bytes(saved: Path) -> None
     for name, stored in json.loads(one(saved, "tensors-*.json").read_text()).items():
         (piece,) = stored["pieces"]
         assert piece["start"] % 64 == 0
-        tensor = Contents.open(saved).read(name)
+        tensor = Contents.open(saved).read(StateKey.parse(name))
         content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         assert (saved / piece["file"]).read_bytes()[piece["start"] :][: len(content)] == content
 

@@ -13,6 +13,7 @@ from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest, held_model
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Model
 from shardwise.models import Transformer
 
@@ -130,7 +131,9 @@ def save(module: Transformer, folder: Path, tokenizer: str = "bytes") -> str:
     model = module.config.model_dump(exclude={"preset"})
     manifest = Manifest(7, model, {}, {"tokenizer": tokenizer}, {}, {}, 1, "2.13", {})
     write_checkpoint(
-        folder, manifest, ((f"model.{name}", value.detach()) for name, value in module.named_parameters())
+        folder,
+        manifest,
+        ((StateKey.model(name), value.detach()) for name, value in module.named_parameters()),
     )
     return str(folder)
 
@@ -139,11 +142,7 @@ def load(checkpoint: str) -> Transformer:
     """The plain model of a checkpoint."""
     contents = Contents.open(checkpoint)
     module = Transformer(held_model(contents.manifest, contents.address))
-    weights = {
-        name.removeprefix("model."): contents.read(name)
-        for name in contents.tensors
-        if name.startswith("model.")
-    }
+    weights = {key.name: contents.read(key) for key in contents.tensors if key.is_model}
     assert weights.keys() == {name for name, _ in module.named_parameters()}
     module.load_state_dict(weights, strict=False)  # a tied head is no weight of its own
     return module

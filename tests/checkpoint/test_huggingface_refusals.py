@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.contents import write_checkpoint
-from shardwise.checkpoint.families import TENSORS, tensor_matches, their_shapes
+from shardwise.checkpoint.conversions import to_theirs
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder, open_folder
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import PRESETS, Model
 from shardwise.config.families import FAMILIES
+from shardwise.config.family_tensors import tensor_matches, their_shapes
 from shardwise.config.model_config import to_config, to_model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.errors import UserError
 from shardwise.models import Transformer
-from shardwise.plan import parameter_shapes
 
 TINY = {
     "layers": 1,
@@ -170,18 +172,20 @@ def test_a_configuration_that_we_cannot_follow_is_refused_with_key_and_value(
     assert named in str(refusal.value)
 
 
-@pytest.mark.parametrize("model_type", sorted(TENSORS))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_shapes_are_known_without_torch_as_torch_finds_them(model_type: str) -> None:
     mixture = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
-    config = GPT2 if model_type == "gpt2" else {**LLAMA, **(mixture if TENSORS[model_type].fused else {})}
+    config = (
+        GPT2 if model_type == "gpt2" else {**LLAMA, **(mixture if FAMILIES[model_type].tensors.fused else {})}
+    )
     family, model = to_model({**config, "model_type": model_type}, "config.json")
     ours = parameter_shapes(model)
     for match in [
         match
         for fused in (False, True)
-        for match in tensor_matches(family, model, fused and bool(model.experts))
+        for match in tensor_matches(family.tensors, model, fused and bool(model.experts))
     ]:
-        theirs = match.conversion.to_theirs([torch.empty(ours[name]) for name in match.ours])
+        theirs = to_theirs(match, [torch.empty(ours[name]) for name in match.ours])
         assert [*their_shapes(match, ours).values()] == [tuple(tensor.shape) for tensor in theirs]
 
 
@@ -215,7 +219,9 @@ def checkpoint(tmp_path: Path) -> str:
     manifest = Manifest(
         3, model.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2.13", {}
     )
-    weights = ((f"model.{name}", value.detach()) for name, value in Transformer(model).named_parameters())
+    weights = (
+        (StateKey.model(name), value.detach()) for name, value in Transformer(model).named_parameters()
+    )
     write_checkpoint(tmp_path / "step-3", manifest, weights)
     return str(tmp_path / "step-3")
 

@@ -26,6 +26,7 @@ from ranks.jobs import ALONE, Tables, job, start
 from shardwise.checkpoint import checkpoints, step_of
 from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.save import state_of
+from shardwise.checkpoint.state_key import StateKind
 from shardwise.train.build import Training, restore, save
 from shardwise.train.steps import steps
 
@@ -46,9 +47,9 @@ def train_until_killed(tables: Tables, background: bool, saving: Any) -> None:
 def digest(folder: str) -> str:
     """A hash of every weight and moment in a checkpoint."""
     contents, total = Contents.open(folder), hashlib.sha256()
-    for name in sorted(contents.tensors):
-        if not name.startswith("random."):
-            total.update(name.encode() + contents.read(name).numpy().tobytes())
+    for key in sorted(contents.tensors, key=str):
+        if key.kind is not StateKind.RANDOM:
+            total.update(str(key).encode() + contents.read(key).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -57,8 +58,8 @@ def digest_in_memory(training: Training) -> str:
         training.parallel.named_parameters(), training.optimizer, training.parallel.named_buffers()
     )
     total = hashlib.sha256()
-    for name in sorted(state):
-        total.update(name.encode() + state[name].numpy().tobytes())
+    for key in sorted(state, key=str):
+        total.update(str(key).encode() + state[key].numpy().tobytes())
     return total.hexdigest()
 
 

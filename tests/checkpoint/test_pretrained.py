@@ -20,7 +20,7 @@ from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import check_same_model, read_manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.checkpoint.kept import as_files, has_tokenizer, kept_of_folder
+from shardwise.checkpoint.kept import as_files, has_tokenizer, kept_key, kept_of_folder
 from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.cli.check_job import checks_of_proof, weights_problems
 from shardwise.config import Config, Data, Model, from_tables, read, to_toml
@@ -243,9 +243,9 @@ def test_files_that_belong_to_no_tokenizer_of_the_data_are_not_kept(folder: Path
     own = file_fingerprint((folder / "tokenizer.json").read_bytes())
     assert has_tokenizer(kept, own)
     assert not has_tokenizer(kept, "bytes-257")
-    kept.pop("file.tokenizer.json")
+    kept.pop(kept_key("tokenizer.json"))
     assert not has_tokenizer(kept, own)  # there is a tokenizer_config.json still
-    kept.pop("file.tokenizer_config.json")
+    kept.pop(kept_key("tokenizer_config.json"))
     assert has_tokenizer(kept, "bytes-257")
 
 
@@ -386,4 +386,4 @@ def test_kept_files_are_no_difference_between_a_run_and_an_import(folder: Path, 
 @pytest.mark.parametrize("name", ["../out.json", "/etc/passwd", ".hidden", "other/file", "model.safetensors"])
 def test_a_checkpoint_cannot_write_files_elsewhere(name: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keeps a file"):
-        as_files({f"file.{name}": torch.zeros(1, dtype=torch.uint8)})
+        as_files({kept_key(name): torch.zeros(1, dtype=torch.uint8)})

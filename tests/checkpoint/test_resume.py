@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import checkpoints, read_manifest, step_of
 from shardwise.checkpoint.save import Saved, state_of
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Layout
 from shardwise.data.batches import checksum
 from shardwise.mesh import Worker
@@ -27,7 +28,8 @@ def state(training: Training) -> State:
     """Every weight and moment, whole."""
     parallel = training.parallel
     own = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
-    return put_together(own, training.mesh.worker.world)
+    by_text = {str(key): tensor for key, tensor in own.items()}
+    return put_together(by_text, training.mesh.worker.world)
 
 
 def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trained, State]:
@@ -168,7 +170,10 @@ def test_a_run_may_move_to_a_device_with_generators_of_its_own(
 ) -> None:
     tables = job(corpus, run={"folder": str(tmp_path)})
     folder = save(start(ALONE, tables))
-    on_gpu = {"random.0.cpu": torch.get_rng_state(), "random.0.cuda": torch.zeros(16, dtype=torch.uint8)}
+    on_gpu = {
+        StateKey.random(0, "cpu"): torch.get_rng_state(),
+        StateKey.random(0, "cuda"): torch.zeros(16, dtype=torch.uint8),
+    }
     monkeypatch.setattr("shardwise.checkpoint.save.random_state", lambda rank, device: on_gpu)
     restore(start(ALONE, tables), folder)
 

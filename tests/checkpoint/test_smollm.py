@@ -58,6 +58,7 @@ steps = 10
 global_batch = 20
 learning_rate = 3e-4
 warmup = 2
+[optimizer]
 weight_decay = 0.0
 [layout]
 data = 2

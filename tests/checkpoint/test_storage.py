@@ -10,6 +10,7 @@ from ranks.jobs import ALONE, Tables, job, start, weights
 
 from shardwise.checkpoint import Manifest, checkpoints, read_manifest, set_aside, step_of, to_resume
 from shardwise.checkpoint.contents import Contents, faults, write_checkpoint
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
 from shardwise.config import from_tables
 from shardwise.errors import UserError
@@ -93,12 +94,12 @@ def test_a_checkpoint_of_weights_only_starts_with_a_new_optimizer(corpus: str, t
     held = Contents.open(save(training))
     only = tmp_path / "weights" / "step-7"
     manifest = Manifest(7, held.manifest.model, {}, {}, {}, {}, 1, "none", {})
-    write_checkpoint(
-        only, manifest, ((name, held.read(name)) for name in held.tensors if name.startswith("model."))
-    )
+    write_checkpoint(only, manifest, ((key, held.read(key)) for key in held.tensors if key.is_model))
     restore(training, str(only))
     assert training.step == 7
     state = training.optimizer.state
     assert state
     assert all(not bool(value.any()) for moments in state.values() for value in moments.values())
-    assert all(torch.equal(value, held.read(f"model.{name}")) for name, value in weights(training).items())
+    assert all(
+        torch.equal(value, held.read(StateKey.model(name))) for name, value in weights(training).items()
+    )

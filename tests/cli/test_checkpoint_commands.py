@@ -17,6 +17,7 @@ from warm import Server
 from shardwise.checkpoint.compare import compare, distance
 from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.cli.checkpoint import parse_size
 from shardwise.cli.main import main
 from shardwise.errors import UserError
@@ -146,7 +147,8 @@ def test_diff_tells_what_differs_and_by_how_much(place: Path) -> None:
     assert not any(row["tensor"].startswith("random") for row in found["differences"])
     first, second = (Contents.open(place / run / "checkpoints" / "step-2") for run in ("one", "two"))
     for row in found["differences"][:3]:
-        gap = (first.read(row["tensor"]) - second.read(row["tensor"])).abs().max()
+        key = StateKey.parse(row["tensor"])
+        gap = (first.read(key) - second.read(key)).abs().max()
         assert row["max_abs"] == pytest.approx(float(gap), rel=1e-5)
     shown = call(place, "checkpoint", "diff", "one/checkpoints/step-2", "two")
     assert "train.schedule: 'cosine' and 'constant'" in shown.stdout
@@ -157,7 +159,7 @@ def checkpoint_of(folder: Path, **tensors: torch.Tensor) -> Contents:
     write_checkpoint(
         folder,
         Manifest(1, {}, {}, {}, {}, {}, 1, "2.13", {}),
-        ((f"model.{k}", v) for k, v in tensors.items()),
+        ((StateKey.model(name), tensor) for name, tensor in tensors.items()),
     )
     return Contents.open(folder)
 
@@ -213,7 +215,7 @@ def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(
         "train.steps=1",
         "train.warmup=0",
         "train.learning_rate=1e-30",
-        "train.weight_decay=0",
+        "optimizer.weight_decay=0",
     ]
     done = train(warm, tmp_path, *still, "run.folder=next", "checkpoint.resume=start")
     assert "resumed from start" in done.stderr

@@ -1,5 +1,5 @@
 """`shardwise train` with groups that train by themselves: what is lost is done again, and a stop waits for
-the next meeting."""
+the next exchange."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = [
     "observe.sample=",
     "train.evaluate_every=0",
     "train.driver=local",
-    "local.steps=5",
+    "local.sync_every=5",
     "layout.data=1",
 ]
 
@@ -46,7 +46,7 @@ def test_a_killed_worker_and_a_stop_change_no_loss(
     ("words", "message"),
     [
         (["train.precision=float16"], "float16 needs a loss scale"),
-        (["train.driver=synchronous"], "local.steps: has no effect without train.driver = 'local'"),
+        (["train.driver=synchronous"], "local.sync_every: has no effect without train.driver = 'local'"),
     ],
 )
 def test_what_cannot_work_is_refused(shardwise: Shardwise, words: list[str], message: str) -> None:

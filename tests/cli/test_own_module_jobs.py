@@ -17,8 +17,11 @@ import pytest
 import torch
 
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import read
-from shardwise.parallel import build_plain, check_first_values
+from shardwise.parallel import build_plain
+from shardwise.plan import ModelSpec
+from shardwise.train.check_module import check_first_values
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
@@ -66,7 +69,10 @@ def test_a_new_head_on_a_frozen_backbone_is_proven(
 ) -> None:
     """The backbone keeps its bits, and the head gets the gradients of one device."""
     config = read(ROOT / JOB)
-    shapes = {name: tuple(parameter.shape) for name, parameter in build_plain(config).named_parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in build_plain(ModelSpec.of(config)).named_parameters()
+    }
     backbone = {
         name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if not name.startswith("head.")
     }
@@ -86,13 +92,13 @@ def test_a_new_head_on_a_frozen_backbone_is_proven(
     assert done.returncode == 0, done.stderr
     contents = Contents.open(str(tmp_path / "run" / "checkpoints" / "step-2"))
     for name, value in backbone.items():
-        assert torch.equal(contents.read(f"model.{name}"), value), name
-        assert f"optimizer.{name}.exp_avg" not in contents.tensors
+        assert torch.equal(contents.read(StateKey.model(name)), value), name
+        assert StateKey.optimizer(name, "exp_avg") not in contents.tensors
     (tmp_path / "backbone.pt").unlink()  # a resume asks for no first values
     done = shardwise("train", *job, "train.steps=3", "observe.sample_tokens=2", "run.folder=run")
     assert done.returncode == 0, done.stderr
     resumed = Contents.open(str(tmp_path / "run" / "checkpoints" / "step-3"))
-    assert all(torch.equal(resumed.read(f"model.{name}"), value) for name, value in backbone.items())
+    assert all(torch.equal(resumed.read(StateKey.model(name)), value) for name, value in backbone.items())
 
 
 OWN = """

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from shardwise.cli.plan_page import AXIS_COLOURS, CANDIDATES, MEMORY_COLOURS, TERM_COLOURS, render_page
+from shardwise.config import RANK_AXES
 from shardwise.plan import make_schedule, simulate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXES = ("pipeline", "replica", "data", "context", "tensor")
 LIMIT = 72.0
 SEQUENCES, LENGTH = 16, 8192
 FIXED = {"attention": "auto", "offload": False, "stages_per_rank": None, "expert": 1, "replica": 1}
@@ -101,7 +101,7 @@ def candidates() -> list[dict[str, Any]]:
 def placed(pipeline: int, data: int, tensor: int, devices_per_node: int = 8) -> list[dict[str, int]]:
     coordinates = product(range(pipeline), range(1), range(data), range(1), range(tensor))
     return [
-        {"rank": rank, "node": rank // devices_per_node, **dict(zip(AXES, place, strict=True))}
+        {"rank": rank, "node": rank // devices_per_node, **dict(zip(RANK_AXES, place, strict=True))}
         for rank, place in enumerate(coordinates)
     ]
 

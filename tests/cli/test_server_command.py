@@ -93,7 +93,7 @@ def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "topk(0.1)"))]
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bfloat16", "topk(0.1)"))]
 )
 def test_gradients_can_be_pushed_in_fewer_bits(
     shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], codec: str
@@ -171,7 +171,7 @@ def test_workers_that_always_fail_end_the_run_with_the_reason(shardwise: Shardwi
         (["layout.tensor=2"], "leave layout.tensor out"),
         (["server.portions=3"], "server.portions = 3: does not divide train.global_batch = 8"),
         (["train.precision=float16"], "float16 needs a loss scale"),
-        (["server.compression=powersgd(4)"], "servers keep slices of them"),
+        (["server.compression=powersgd(4)"], "works on whole matrices, and here slices of them are sent"),
         (
             ["train.driver=synchronous", "server.damping=true"],
             "server.damping: has no effect without train.driver = 'server'",

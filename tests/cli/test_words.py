@@ -12,13 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from shardwise.cli.app import app
-from shardwise.config import Train, read
+from shardwise.config import read
 from shardwise.config.model_config import MIXTRAL, _differences
+from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
-from shardwise.models.dtypes import DTYPES
-from shardwise.optim import make_optimizer
-from shardwise.plan import state_dtype
-from shardwise.train.describe import describe_optimizer, peak_of_device
+from shardwise.optimizers import find
+from shardwise.train.describe import peak_of_device
 
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart.toml"
 
@@ -93,22 +92,22 @@ def test_what_is_given_three_times_is_not_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "says"),
+    ("name", "rounds", "says"),
     [
-        ({}, "AdamW, fused kernel"),
-        ({"optimizer": "1bit-adam"}, "1-bit Adam"),
-        (
-            {"precision": "bfloat16", "state_dtype": "bfloat16"},
-            "AdamW on bfloat16 weights and moments, rounded by chance",
-        ),
+        ("adamw", False, "AdamW, fused kernel"),
+        ("adamw", True, "AdamW on bfloat16 weights and moments, rounded by chance"),
+        ("1bit-adam", False, "1-bit Adam: AdamW at first"),
+        ("sgd", False, "SGD, momentum 0.9, fused kernel"),
+        ("lion", False, "Lion"),
+        ("lion", True, "Lion on bfloat16 weights and states, rounded by chance"),
     ],
-    ids=["adamw", "1bit-adam", "bfloat16"],
 )
-def test_the_header_names_the_optimizer_that_runs(train: dict[str, Any], says: str) -> None:
-    settings = Train(**train)
-    made = make_optimizer(
-        [("weight", torch.nn.Parameter(torch.zeros(2, 2, dtype=DTYPES[state_dtype(settings)])))], settings
-    )
-    assert describe_optimizer(made, None).startswith(says)
-    assert describe_optimizer(made, 1).endswith("; an outer step of all groups every step")
-    assert describe_optimizer(made, 8).endswith("; an outer step of all groups every 8 steps")
+def test_the_header_names_the_optimizer_that_runs(name: str, rounds: bool, says: str) -> None:
+    assert find(name)().describe(rounds).startswith(says)
+
+
+@pytest.mark.parametrize(("every", "says"), [(1, "every step"), (8, "every 8 steps")])
+def test_the_header_names_the_outer_steps_of_groups(every: int, says: str) -> None:
+    config = read(QUICKSTART, ["train.driver=local", f"local.sync_every={every}"])
+    line = driver_of(config).describe_optimizer(config, "AdamW, fused kernel")
+    assert line == f"AdamW, fused kernel; an outer step of all groups {says}"

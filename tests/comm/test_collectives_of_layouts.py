@@ -12,7 +12,7 @@ from ranks.jobs import GPT, LLAMA, job, train
 from ranks.pool import Pool
 
 from shardwise.config import Model
-from shardwise.plan import parameter_shapes
+from shardwise.config.parameters import parameter_shapes
 
 EVEN = {"layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 32, "vocabulary": 260}
 Ledger = dict[str, dict[str, int]]

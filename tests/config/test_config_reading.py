@@ -35,13 +35,13 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_overrides_replace_values_of_every_kind(job: Path) -> None:
-    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false", "train.betas=[0.8, 0.9]",
-    "train.compile=true",
+    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false",
+                 "optimizer.betas=[0.8, 0.9]", "train.compile=true",
                  "data.tokenizer=folder/my tokenizer.json", "train.recompute=0.5",
                  "observe.wandb=project"]  # fmt: skip
     config = read(job, overrides)
     assert (config.train.steps, config.train.learning_rate, config.train.clip) == (9, 1e-2, None)
-    assert (config.train.betas, config.train.compile, config.train.recompute) == ((0.8, 0.9), True, 0.5)
+    assert (config.optimizer.betas, config.train.compile, config.train.recompute) == ((0.8, 0.9), True, 0.5)
     assert (config.data.tokenizer, config.observe.wandb) == ("folder/my tokenizer.json", "project")
 
 
@@ -89,7 +89,7 @@ def test_layout_auto_lossy_leaves_compression_to_the_planner_too(tmp_path: Path)
         ({"train": {"steps": True}}, "train.steps = True"),
         ({"train": {"precision": "half"}}, "'float32', 'bfloat16', 'float16', 'float8' or 'float64'"),
         ({"train": {"recompute": 1.5}}, "between 0 (recompute all) and 1"),
-        ({"train": {"betas": [0.9, 1.0]}}, "below 1"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "below 1"),
         ({"train": {"state_dtype": "bfloat16"}}, "needs train.precision = 'bfloat16'"),
         (
             {"train": {"precision": "float64", "state_dtype": "float32"}},
@@ -218,9 +218,9 @@ def test_the_origin_of_a_key_that_was_left_out_is_what_left_it_out_or_filled_it_
          ["server.max_staleness = -3: input should be greater than or equal to 0, or 'unbounded'",
           "train.driver = 'server': each of layout.data workers has a whole model; leave "
           "layout.pipeline out"]),
-        ({"train": {"recompute": 1.5, "betas": 0.9, "clip": 0}},
-         ["train.betas = 0.9: input should be a list in brackets, such as [0.9, 0.95]",
-          "train.clip = 0: input should be greater than 0",
+        ({"train": {"recompute": 1.5, "clip": 0}, "optimizer": {"betas": 0.9}},
+         ["train.clip = 0: input should be greater than 0",
+          "optimizer.betas = 0.9: input should be a list in brackets, such as [0.9, 0.95]",
           "train.recompute = 1.5: a memory budget lies between 0 (recompute all) and 1 (keep all)"]),
         ({"train": {"float8_leave_out": "head"}},
          ["train.float8_leave_out = 'head': input should be a list in brackets, such as ['blocks.0.*', "
@@ -237,17 +237,19 @@ def test_the_origin_of_a_key_that_was_left_out_is_what_left_it_out_or_filled_it_
           "6 or 9"]),
         # nothing is said of what depends on a wrong value
         ({"train": {"driver": "servers"}, "server": {"servers": 2}},
-         ["train.driver = 'servers': input should be 'synchronous', 'server', 'local' or 'hogwild'"]),
+         ["train.driver = 'servers': input should be 'synchronous', 'by-speed', 'server', 'local' or "
+          "'hogwild'"]),
         # left out, it would be 1.0
         ({"train": {"clip": "none"}}, ["train.clip = 'none': input should be a valid number"]),
         ({"data": {"sources": [{"path": "a", "wieght": 2.0}]}},
          ["data.sources.0.wieght = 2.0: unknown key. Did you mean weight?"]),
         ({"layout": {"tensor": 0}, "model": {"heads": 3, "kv_heads": 3}},
          ["layout.tensor = 0: input should be greater than or equal to 1"]),
-        ({"train": {"driver": "local", "shares": "by speed"}},
-        ["train.driver = 'local': leave train.shares out"]),
-        ({"train": {"driver": "hogwild", "shares": "by speed"}, "layout": {"data": 2}},
-         ["train.driver = 'hogwild': leave train.shares out"]),
+        ({"train": {"shares": "by speed"}},
+         ["train.shares = 'by speed': unknown key. Did you mean train.driver = by-speed? (or synchronous: "
+          "even shares)"]),
+        ({"train": {"driver": "local"}, "local": {"steps": 5}},
+         ["local.steps = 5: unknown key. Did you mean local.sync_every?"]),
         ({"train": {"driver": "local"}, "layout": {"compression": "int8"}},
          ["train.driver = 'local': leave layout.compression out; what groups exchange is local.compression"]),
     ],
@@ -318,5 +320,5 @@ def test_a_module_is_said_to_have_no_table_only_where_its_text_leaves_no_doubt(
     assert [*problems_of_module(model, Layout(data=2, zero=3))] == []
     found = [*problems_of_module(model, Layout(data=1, tensor=2, pipeline=2))]
     assert [problem.partition(":")[0] for problem in found] == (
-        ["layout.tensor = 2", "layout.pipeline = 2"] if sure else []
+        ["layout.pipeline = 2", "layout.tensor = 2"] if sure else []
     )

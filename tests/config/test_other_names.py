@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.config import from_tables, read
 from shardwise.config.other_names import OTHER_NAMES, our_key
-from shardwise.config.schema import SECTIONS, SPELLINGS
+from shardwise.config.schema import SPELLINGS, keys_of
 from shardwise.errors import ConfigError
 
 TEXT = {"source": "text.txt"}
@@ -27,7 +27,7 @@ def test_every_name_of_another_program_leads_to_a_key_that_is_there() -> None:
         assert ours.key or ours.note
         if ours.key:
             section, _, field = ours.key.partition(".")
-            known = SECTIONS[section].model_fields
+            known = keys_of(section)
             assert field in known, ours.key
             assert name == field or name not in known, f"{section}.{name} is known, and means another thing"
 
@@ -43,6 +43,11 @@ def test_values_that_names_stand_for_are_values_of_the_key(tmp_path: Path) -> No
     ("section", "name", "ours"),
     [
         ("train", "lr", "train.learning_rate"),
+        ("train", "optimizer", "optimizer.name"),
+        ("train", "betas", "optimizer.betas"),
+        ("train", "weight_decay", "optimizer.weight_decay"),
+        ("optimizer", "lr", "train.learning_rate"),
+        ("optimizer", "eps", "optimizer.epsilon"),
         ("train", "batch_size", "train.global_batch"),
         ("train", "compress", "layout.compression"),
         ("server", "compress", "server.compression"),
@@ -76,14 +81,14 @@ def test_a_key_of_another_program_outside_of_a_section_or_in_one_of_its_own_is_a
     tmp_path: Path,
 ) -> None:
     (tmp_path / "job.toml").write_text(
-        'lr = 3e-4\n[data]\nsource = "text.txt"\n[optimizer]\nweight_decay = 0.1\neps = 1e-8\n'
+        'lr = 3e-4\n[data]\nsource = "text.txt"\n[optimiser]\nweight_decay = 0.1\neps = 1e-8\n'
     )
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path / "job.toml")
     outside, section = refusal.value.problems
     assert outside == "lr = 0.0003: a key outside of a section. Did you mean train.learning_rate?"
     assert section.endswith(
-        "optimizer.weight_decay is train.weight_decay here; optimizer.eps is train.epsilon here"
+        "optimiser.weight_decay is optimizer.weight_decay here; optimiser.eps is optimizer.epsilon here"
     )
 
 
@@ -102,3 +107,23 @@ def test_spellings_that_a_job_may_use_are_no_mistakes() -> None:
         meant = our_key(spelling)
         assert meant is not None
         assert meant.key == f"layout.{field}"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "ours"),
+    [
+        ("train", "precision", "fp16", "float16"),
+        ("layout", "compression", "bf16", "bfloat16"),
+        ("layout", "weight_compression", "fp8", "float8"),
+        ("server", "compression", "fp16", "float16"),
+        ("local", "compression", "fp8", "float8"),
+    ],
+)
+def test_a_dtype_by_another_name_is_answered_with_ours(section: str, key: str, value: str, ours: str) -> None:
+    (problem,) = problems({section: {key: value}})
+    assert problem.endswith(f". Write {section}.{key} = {ours!r}")
+
+
+def test_a_dtype_that_the_key_does_not_take_is_not_advised() -> None:
+    (problem,) = problems({"train": {"state_dtype": "fp16"}})
+    assert "Write" not in problem

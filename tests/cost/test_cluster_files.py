@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from shardwise.config import Model, from_tables
-from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Measured
+from shardwise.cost.cluster import KINDS, Cluster, Measured
 from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import CLUSTERS, DEVICES, asked_for, named
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Work, space_of
 from shardwise.errors import ConfigError, UserError
+from shardwise.plan.step_terms import TERMS
+from shardwise.units import GIB
 
 WHOLE = """
 nodes = 2

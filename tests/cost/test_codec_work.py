@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.codecs import parse_codec, parse_row_codec
+from shardwise.codecs.int8 import Int8
 from shardwise.comm import compressed
 from shardwise.config import Model
-from shardwise.config.compression import Compression, SumCompression, is_compressed
+from shardwise.config.compression import SumCompression, is_compressed
+from shardwise.config.parameters import parameter_shapes
 from shardwise.cost.clusters import CLUSTERS, named
-from shardwise.cost.codec_work import BESIDE_BACKWARD, HOST_NANOSECONDS
+from shardwise.cost.codec_work import BESIDE_BACKWARD
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Work, space_of
 from shardwise.cost.traffic import flows
-from shardwise.plan import parameter_shapes
 
 MODEL = Model(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocabulary=512)
 MATRICES = [shape for shape in parameter_shapes(MODEL).values() if is_compressed(shape)]
@@ -27,7 +29,7 @@ NUMBERS = sum(rows * columns for rows, columns in MATRICES)
 
 
 def job(codec: str) -> Work:
-    return Work(MODEL, 128, 8, compression=SumCompression(Compression.parse(codec), "all", 0, True))
+    return Work(MODEL, 128, 8, compression=SumCompression(parse_codec(codec), "all", 0, True))
 
 
 def predicted(codec: str, **row: int) -> dict[str, float]:
@@ -44,18 +46,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Numbers that pass through the codec of one of four devices, with nobody at the other end."""
     found: Counter[str] = Counter()
 
-    class Counting:
-        def __init__(self, compression: Compression) -> None:
-            self.compression = compression
+    def encode(self: Int8, rows: torch.Tensor, seed: int, subtract: bool) -> torch.Tensor:
+        found["encoded"] += rows.numel()
+        return rows.new_zeros(len(rows), self.wire_bytes(rows.shape[1]), dtype=torch.uint8)
 
-        def encode(self, rows: torch.Tensor, seed: int, take: bool) -> torch.Tensor:
-            found["encoded"] += rows.numel()
-            return rows.new_zeros(len(rows), self.compression.wire_bytes(rows.shape[1]), dtype=torch.uint8)
+    def decode(self: Int8, wire: torch.Tensor, rows: torch.Tensor, seed: int, add: bool = False) -> None:
+        found["decoded"] += rows.numel()
 
-        def decode(self, wire: torch.Tensor, rows: torch.Tensor, seed: int, add: bool = False) -> None:
-            found["decoded"] += rows.numel()
-
-    monkeypatch.setattr(compressed, "codec", Counting)
+    monkeypatch.setattr(Int8, "encode", encode)
+    monkeypatch.setattr(Int8, "decode", decode)
     monkeypatch.setattr(compressed, "exchange", lambda rows, *given: rows)
     monkeypatch.setattr(compressed, "all_gather", lambda *given: None)
     return found
@@ -66,7 +65,7 @@ def summed(kind: str, numbers: int) -> None:
     mesh = SimpleNamespace(worker=None)
     comm: Any = SimpleNamespace(step=1, mesh=mesh, collective=lambda *given, **more: nullcontext())
     group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
-    sums = compressed.EncodedSum(comm, "data", group, Compression("int8"), 0)
+    sums = compressed.EncodedSum(comm, "data", group, parse_row_codec("int8"), 0)
     scattered = kind == "reduce_scatter"
     tensor = torch.zeros(4, numbers // 4) if scattered else torch.zeros(numbers)
     total = torch.zeros(numbers // 4) if scattered else torch.zeros(numbers)
@@ -117,7 +116,7 @@ def test_a_thread_takes_so_long_for_each_number() -> None:
     quiet = replace(cluster, device=replace(cluster.device, bandwidth=1e30, launch=0.0))
     fast = replace(cluster.inside, bandwidth=1e30, latency=0.0, measured=())
     found = predict(job("sign"), space_of([{"data": 2}]), replace(quiet, inside=fast, between=fast))
-    encode, decode = HOST_NANOSECONDS["sign"]
+    encode, decode = parse_codec("sign").host_nanoseconds
     assert float(found.seconds["data"][0]) == pytest.approx(
         BESIDE_BACKWARD * 1e-9 * NUMBERS * (encode + 1.5 * decode), rel=1e-3
     )
@@ -125,9 +124,9 @@ def test_a_thread_takes_so_long_for_each_number() -> None:
 
 def test_every_codec_has_its_cost_and_none_is_free() -> None:
     for codec in (
-        "bf16",
-        "fp16",
-        "fp8",
+        "bfloat16",
+        "float16",
+        "float8",
         "int8",
         "int4",
         "qsgd(5)",

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.config import SPLIT_BACKWARD, Model, from_tables
+from shardwise.config import Model, from_tables
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
@@ -21,7 +22,6 @@ from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.traffic import flows
 from shardwise.plan.chunks import chunk_tokens
 from shardwise.plan.flops import matmul_weights
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.search import work_of
 
 PEAK = 1e15
@@ -142,7 +142,7 @@ def test_dynamic_scales_write_and_read_every_tensor_once_more() -> None:
     assert np.subtract(dynamic, delayed) == pytest.approx([4 * TOKENS * inputs, 4 * TOKENS * gradients])
 
 
-@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULE_FACTS[name].splits_backward])
 def test_blocks_that_are_not_compiled_move_far_more(schedule: str) -> None:
     row = {"pipeline": 2, "accumulation": 4, "stages_per_rank": 2, "schedule": SCHEDULES.index(schedule)}
     plain = {**row, "schedule": SCHEDULES.index("interleaved")}

@@ -11,8 +11,9 @@ from cost.test_traffic_formulas import EVEN, EXPERTS, candidates, work
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shardwise.codecs import parse_codec
 from shardwise.config import Model
-from shardwise.config.compression import Compression, SumCompression
+from shardwise.config.compression import SumCompression
 from shardwise.cost.cluster import Link
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.collectives import group_of, rates
@@ -123,7 +124,7 @@ def test_slower_links_cost_more_for_every_candidate_that_sends(model: Model) -> 
     st.lists(candidates(), min_size=1, max_size=12),
     st.sampled_from((EVEN, EXPERTS, TIED)),
     st.sampled_from((1e6, 1e8, 1e9, 1e10)),
-    st.sampled_from((None, SumCompression(Compression("int8"), "all", 0, True))),
+    st.sampled_from((None, SumCompression(parse_codec("int8"), "all", 0, True))),
 )
 def test_no_step_of_hosts_is_shorter_than_what_their_network_carries(
     rows: list[dict[str, int]], model: Model, bandwidth: float, compression: SumCompression | None

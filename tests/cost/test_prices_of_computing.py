@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.config import IN_A_V, SPLIT_BACKWARD, Model
+from shardwise.config import Model
+from shardwise.config.parameters import count
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.clusters import named
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import predict
 from shardwise.cost.space import RECOMPUTE, Work, space_of
 from shardwise.cost.stack import SHARDWISE
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.parameters import count
-from shardwise.plan.schedule import SCHEDULES
 
 PEAK = 1e15
 H100S = named("h100x8")
@@ -36,7 +36,6 @@ EXPERTS = Model(
     layers=4, hidden=512, heads=8, kv_heads=2, head_dim=128, ffn=2048, vocabulary=1024,
     experts=8, experts_per_token=2, expert_ffn=256, shared_experts=1,
 )  # fmt: skip
-IN_A_V_PLACES = [SCHEDULES.index(name) for name in IN_A_V]
 LENGTH, BATCH = 256, 4
 TOKENS = LENGTH * BATCH
 
@@ -99,29 +98,29 @@ def test_sharded_states_are_updated_in_parts() -> None:
     assert least <= whole * 1e12 / count(DENSE) <= 1.5 * least
 
 
-@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULE_FACTS[name].splits_backward])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_gradients_that_stay_whole_are_added_up_whole_whatever_the_stage(schedule: str, zero: int) -> None:
     """Where backward is split, FSDP2 reduces nothing before the step ends: 10 bytes move for each number on
     the device."""
-    rows = [
-        {"pipeline": 2, "data": 4, "accumulation": 8, "schedule": SCHEDULES.index(name)}
+    rows = {
+        name: {"pipeline": 2, "data": 4, "accumulation": 8, "schedule": SCHEDULES.index(name)}
         for name in (schedule, "1f1b")
-    ]
+    }
     slow = replace(IDEAL, device=replace(DEVICE, bandwidth=1e9, stream=1.0))
     work = Work(DENSE, LENGTH, 4 * 8 * BATCH)
 
     def elementwise(stage: int) -> list[float]:
         space = space_of(
             [
-                {**row, "zero": stage, "stages_per_rank": 1 + (row["schedule"] in IN_A_V_PLACES)}
-                for row in rows
+                {**row, "zero": stage, "stages_per_rank": SCHEDULE_FACTS[name].stages_per_rank}
+                for name, row in rows.items()
             ]
         )
         return [float(value) for value in predict(work, space, slow).seconds["elementwise"]]
 
     (split, plain), (split_one, plain_one) = elementwise(zero), elementwise(1)
     assert split == pytest.approx(split_one, rel=1e-12)
-    held = hold(work, space_of([{**rows[1], "zero": 1}]), SHARDWISE)
+    held = hold(work, space_of([{**rows["1f1b"], "zero": 1}]), SHARDWISE)
     saved = 10.0 * 8 * float(held.parameters[0] - held.sharded[0]) / 1e9
     assert plain_one - plain == pytest.approx(saved, rel=1e-9), "without a split only a shard is added up"

@@ -79,7 +79,7 @@ def after_forward(shared: int, layers: int, mode: str, dtype: torch.dtype = torc
     model.to_empty(device="cpu")
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.02)
-    recompute(list(model.blocks), mode, compiled=False)
+    recompute(model, list(model.blocks), mode, compiled=False)
     x, alive = torch.randn(1, TOKENS, SHAPE["hidden"], dtype=dtype, requires_grad=True), Alive(model)
     with alive:
         y = x

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cost.space import DEGREES, Space, concatenate, distinct, space_of
+from shardwise.config import AXES
+from shardwise.cost.space import Space, concatenate, distinct, space_of
 
 NAMES = [field.name for field in fields(Space)]
 ROWS = st.lists(st.fixed_dictionaries({name: st.integers(0, 2) for name in NAMES}), max_size=40)
@@ -30,7 +31,7 @@ def test_layouts_and_grids_lead_back_to_every_candidate(rows: list[dict[str, int
     grids, grid_of = space.grids
     for name in set(NAMES) - {"micro_batch", "accumulation", "recompute"}:
         assert np.array_equal(getattr(layouts, name)[layout_of], getattr(space, name))
-    for name in DEGREES:
+    for name in AXES:
         assert np.array_equal(getattr(grids, name)[grid_of], getattr(space, name))
     assert {*layouts.micro_batch, *layouts.accumulation} <= {1}
     assert not layouts.recompute.any()

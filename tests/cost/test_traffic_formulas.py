@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Model
+from shardwise.config.parameters import count, parameter_shapes
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.flow import Flow
 from shardwise.cost.space import AT_ONCE, RECOMPUTE, Space, Work, space_of
 from shardwise.cost.traffic import flows, totals
-from shardwise.plan import SCHEDULES, count, make_schedule, parameter_shapes, stage_blocks
+from shardwise.plan import make_schedule, stage_blocks
 from shardwise.plan.grid import devices
 
 EVEN = Model(layers=8, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256)

@@ -148,6 +148,7 @@ def test_every_link_between_pages_leads_somewhere() -> None:
     for page in [
         *PAGES,
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         ROOT / "examples" / "README.md",
         ROOT / "benchmarks" / "RESULTS.md",
     ]:

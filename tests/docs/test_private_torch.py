@@ -27,7 +27,7 @@ KERNELS = (
 PARAMETERS = (
     "a weight replaced in place, or read beside a property of its name, which `getattr` would ask instead"
 )
-STANDARD = {"_exit", "_current_frames", "_getframe", "_replace"}
+STANDARD = {"_exit", "_current_frames", "_getframe", "_replace", "_asdict"}
 """Documented names of Python's own library."""
 ALLOWED = {
     "parallel/blockwise.py": {
@@ -71,7 +71,11 @@ ALLOWED = {
     ),
     "optim/rounding.py": {"_foreach_add_": "one kernel for many sums has no public name"},
     "optim/norm.py": {"_foreach_norm": "one kernel for many norms has no public name"},
-    "optim/adamw.py": {"_foreach_div_": "one kernel for many quotients has no public name"},
+    "optim/update.py": {
+        "_foreach_add_": "one kernel for many sums has no public name",
+        "_foreach_div_": "one kernel for many quotients has no public name",
+    },
+    "optimizers/sgd.py": {"_foreach_add_": "one kernel for many sums has no public name"},
 }
 
 

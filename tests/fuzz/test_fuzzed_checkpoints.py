@@ -41,18 +41,23 @@ from shardwise.checkpoint.contents import (
 from shardwise.checkpoint.folder import MANIFEST, Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import open_folder
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
 from shardwise.cli.checkpoint import list_
 from shardwise.config import Model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.errors import UserError
 from shardwise.files import unseal
-from shardwise.plan import parameter_shapes
 from shardwise.train.build import Training, restore, save
 from shardwise.train.changes import changes
 from shardwise.train.steps import steps
 
 TINY = Model(layers=2, hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=12, vocabulary=19, max_positions=16)
-WHOLE = {"model.a": torch.arange(48.0).view(6, 8), "model.b": torch.arange(10), "model.c": torch.tensor(3.0)}
+WHOLE = {
+    StateKey.model("a"): torch.arange(48.0).view(6, 8),
+    StateKey.model("b"): torch.arange(10),
+    StateKey.model("c"): torch.tensor(3.0),
+}
 TENSORS, DATA = "tensors-0a.json", "rank-1-0a.data"
 Tensors = dict[str, Tensor]
 
@@ -62,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
     """A checkpoint by two ranks, each with a part of two tensors; and beside it a file that nobody may
     read."""
     where, files = storage(tmp_path / "step-3"), {}
-    pieces: dict[str, list[TensorPiece]] = defaultdict(list)
+    pieces: dict[StateKey, list[TensorPiece]] = defaultdict(list)
     where.make()
     for rank in (0, 1):
         name = f"rank-{rank}-0a.data"
@@ -242,7 +247,7 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder: Path, name:
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """A model of theirs in several files."""
-    tensors = ((f"model.{name}", torch.randn(shape)) for name, shape in parameter_shapes(TINY).items())
+    tensors = ((StateKey.model(name), torch.randn(shape)) for name, shape in parameter_shapes(TINY).items())
     manifest = Manifest(
         3, TINY.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2", {}
     )

@@ -20,12 +20,14 @@ from shardwise.checkpoint import save as saving
 from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.folder import Manifest, checkpoints, step_of
 from shardwise.checkpoint.save import Checkpointer, Retention, SaveFailed, State
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Config, Model, from_tables
 from shardwise.data.prepare import prepare
 from shardwise.data.tokens import Tokens
 from shardwise.errors import Unreadable, UserError
 from shardwise.observe.record_files import MetricsFile
 
+WEIGHT = StateKey.model("weight")
 QUICK = (2, False, "crash")
 """Of the saves, the one that the usual tests have time for; test_failed_saves.py has errors of a disk."""
 
@@ -43,7 +45,10 @@ def checkpointer(corpus: str) -> Checkpointer:
 def state(step: int) -> State:
     """All of a small run at some step; large enough for two blocks of checksums."""
     numbers = torch.arange(40_000, dtype=torch.float32) + step
-    return {"model.weight": numbers.view(200, 200), "optimizer.weight.step": torch.tensor(float(step))}
+    return {
+        WEIGHT: numbers.view(200, 200),
+        StateKey.optimizer("weight", "step"): torch.tensor(float(step)),
+    }
 
 
 def manifest(step: int) -> Manifest:
@@ -67,7 +72,7 @@ def whole(folder: Path) -> set[int]:
     for address in checkpoints(folder):
         if not [*faults(address)]:
             contents, step = Contents.open(address), step_of(address)
-            assert torch.equal(contents.read("model.weight"), state(step)["model.weight"])
+            assert torch.equal(contents.read(WEIGHT), state(step)[WEIGHT])
             steps.add(step)
     return steps
 
@@ -130,7 +135,7 @@ def test_a_resume_that_fails_at_any_call_loads_what_was_saved_or_nothing_and_cha
         filled = state(0)
         checkpointer._checked = None
         checkpointer.load(chosen, filled, same_world=False)
-        return step_of(chosen), filled["model.weight"]
+        return step_of(chosen), filled[WEIGHT]
 
     calls = count_calls(folder, resume)
     refused: set[type[BaseException]] = set()
@@ -144,7 +149,7 @@ def test_a_resume_that_fails_at_any_call_loads_what_was_saved_or_nothing_and_cha
             finally:
                 assert disk.failed
         assert step == 2, f"what cannot be read now may be whole: call {number} ({disk.calls[number]})"
-        assert torch.equal(weight, state(2)["model.weight"]), f"call {number} ({disk.calls[number]})"
+        assert torch.equal(weight, state(2)[WEIGHT]), f"call {number} ({disk.calls[number]})"
     allowed: dict[str, set[type[BaseException]]] = {
         "EIO for good": {Unreadable},
         "crash": {UserError, Unreadable, Crashed},

@@ -18,10 +18,9 @@ from ranks.pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm import Comm
-from shardwise.config import Layout
+from shardwise.config import RANK_AXES, Layout
 from shardwise.mesh import Mesh, Worker, join, leave, peer_is_gone
 from shardwise.mesh import mesh as mesh_module
-from shardwise.plan import RANK_AXES
 from shardwise.resilience.forked_process import free_port
 
 

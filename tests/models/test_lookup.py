@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.models import adapt
 from shardwise.models.layers import Embedding, lookup
+from shardwise.models.own import Cast
 
 ROWS, WIDTH = 11, 5
 
@@ -72,8 +73,7 @@ class Own(nn.Module):
 
 
 def test_embeddings_of_a_users_module_sum_alike_unless_they_have_ways_of_their_own() -> None:
-    module = Own()
-    adapt(module, torch.bfloat16)
+    module = adapt(Own(), torch.bfloat16)
     assert type(module.plain) is Embedding
-    assert type(module.scaled) is nn.Embedding
+    assert type(module.scaled).__bases__ == (Cast, nn.Embedding)
     assert module.plain.padding_idx == 2

@@ -10,27 +10,28 @@ from ranks.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise.config import Layout, Model, Train
+from shardwise.config import Layout, Model
 from shardwise.mesh import Worker, join
 from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
+from shardwise.optimizers import AdamW
 from shardwise.parallel.placement import held
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 
 TABLES = ("embedding.weight", "positions.weight")
-STEPS = 3
+STEPS, LR = 3, 3e-4
 
 
-def names_by_decay(model: nn.Module, train: Train) -> dict[float, set[str]]:
+def names_by_decay(model: nn.Module, settings: AdamW) -> dict[float, set[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = make_optimizer(model.named_parameters(), train, TABLES).param_groups
+    groups = make_optimizer(model.named_parameters(), settings, embeddings=TABLES).param_groups
     return {group["weight_decay"]: {names[parameter] for parameter in group["params"]} for group in groups}
 
 
 def test_a_llama_decays_its_matrices_and_its_head_only() -> None:
     with torch.device("meta"):
-        found = names_by_decay(Transformer(Model(**{**LLAMA, "layers": 1})), Train(weight_decay=0.3))
+        found = names_by_decay(Transformer(Model(**{**LLAMA, "layers": 1})), AdamW(weight_decay=0.3))
     attention = {f"blocks.0.attention.{name}.weight" for name in ("query", "key", "value", "output")}
     feed_forward = {f"blocks.0.feed_forward.{name}.weight" for name in ("gate", "up", "down")}
     head_norms = {f"blocks.0.attention.{name}_norm.weight" for name in ("query", "key")}
@@ -44,7 +45,7 @@ def test_a_llama_decays_its_matrices_and_its_head_only() -> None:
 def test_a_tied_gpt_decays_neither_embeddings_nor_biases_nor_norms() -> None:
     with torch.device("meta"):
         model = Transformer(Model(**GPT))
-    found = names_by_decay(model, Train(weight_decay=0.3))
+    found = names_by_decay(model, AdamW(weight_decay=0.3))
     assert all(
         name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name for name in found[0.3]
     )
@@ -55,7 +56,7 @@ def test_a_tied_gpt_decays_neither_embeddings_nor_biases_nor_norms() -> None:
 def test_every_parameter_is_in_exactly_one_group() -> None:
     with torch.device("meta"):
         model = Transformer(Model(**LLAMA))
-    groups = make_optimizer(model.named_parameters(), Train(), TABLES).param_groups
+    groups = make_optimizer(model.named_parameters(), AdamW(), embeddings=TABLES).param_groups
     listed = [parameter for group in groups for parameter in group["params"]]
     assert sorted(map(id, listed)) == sorted(map(id, model.parameters()))
 
@@ -72,8 +73,8 @@ def model_with_gradients(dtype: torch.dtype) -> Transformer:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 def test_an_update_is_adamw_on_divided_gradients(dtype: torch.dtype, bound: float) -> None:
     ours, theirs = model_with_gradients(dtype), model_with_gradients(torch.float64)
-    train = Train(betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.2)
-    optimizer = make_optimizer(ours.named_parameters(), train, TABLES)
+    settings = AdamW(betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.2)
+    optimizer = make_optimizer(ours.named_parameters(), settings, embeddings=TABLES)
     decayed = [p for name, p in theirs.named_parameters() if p.ndim >= 2 and name not in TABLES]
     plain = [p for name, p in theirs.named_parameters() if p.ndim < 2 or name in TABLES]
     groups = [{"params": decayed, "weight_decay": 0.2}, {"params": plain, "weight_decay": 0.0}]
@@ -94,7 +95,7 @@ def test_an_update_is_adamw_on_divided_gradients(dtype: torch.dtype, bound: floa
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
     model = model_with_gradients(dtype)
-    optimizer = make_optimizer(model.named_parameters(), Train(), TABLES)
+    optimizer = make_optimizer(model.named_parameters(), AdamW(), embeddings=TABLES)
     update(optimizer, 0.1, ONE.to(dtype), ZERO)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     next(model.parameters()).grad[0, 0] = torch.nan
@@ -117,9 +118,9 @@ def test_uneven_pieces_are_updated_as_the_whole_is_also_where_torch_has_put_the_
     weight, gradient = matrices(dtype)
     alone = nn.Parameter(weight.clone())
     alone.grad = gradient.clone()
-    optimizer = make_optimizer([("w", alone)], Train(weight_decay=0.3), ())
+    optimizer = make_optimizer([("w", alone)], AdamW(weight_decay=0.3))
     for _ in range(STEPS):
-        optimizer.step()
+        update(optimizer, LR, ONE.to(dtype), ZERO)
     for found in ranks(2).run(step_of_pieces, whole, dtype):
         assert torch.equal(found, alone.detach())
 
@@ -137,7 +138,7 @@ def step_of_pieces(worker: Worker, whole: bool, dtype: torch.dtype) -> Tensor:
     weight, gradient = matrices(dtype)
     parameter = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(1)]))
     parameter.grad = distribute_tensor(gradient, device_mesh, [Replicate() if whole else Shard(1)])
-    optimizer = make_optimizer([("w", parameter)], Train(weight_decay=0.3), (), held)
+    optimizer = make_optimizer([("w", parameter)], AdamW(weight_decay=0.3), held=held)
     for _ in range(STEPS):
-        optimizer.step()
+        update(optimizer, LR, ONE.to(dtype), ZERO)
     return parameter.detach().full_tensor()

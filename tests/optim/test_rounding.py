@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config import Train
 from shardwise.optim import make_optimizer, rounding, update
+from shardwise.optimizers import AdamW
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 LR = 1e-3
@@ -19,7 +19,7 @@ def trained(
 ) -> nn.Parameter:
     """The weight of a norm under a gradient that halves pull up and halves pull down."""
     weight = nn.Parameter(torch.ones(size, dtype=dtype))
-    optimizer = make_optimizer([("norm.weight", weight)], Train(betas=betas, seed=seed))
+    optimizer = make_optimizer([("norm.weight", weight)], AdamW(betas=betas), seed)
     for _ in range(steps):
         weight.grad = torch.where(torch.arange(size) % 2 == 0, 0.5, -0.5).to(dtype)
         update(optimizer, LR, ONE, ZERO)
@@ -55,7 +55,7 @@ def test_steps_elements_names_and_seeds_draw_apart() -> None:
 def test_a_second_moment_falls_when_gradients_do() -> None:
     """With beta2 = 0.999 it falls by a thousandth a step, which the nearest of 8 bits cannot show."""
     weight = nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
-    optimizer = make_optimizer([("w", weight)], Train(betas=(0.9, 0.999)))
+    optimizer = make_optimizer([("w", weight)], AdamW(betas=(0.9, 0.999)))
     for step in range(101):
         weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
         update(optimizer, LR, ONE, ZERO)
@@ -72,7 +72,7 @@ def test_a_gpu_updates_and_rounds_as_a_cpu_does(columns: slice) -> None:
     def after_three_steps(device: str) -> list[torch.Tensor]:
         whole = torch.linspace(-2, 2, 700 * 300).reshape(700, 300).bfloat16()
         weight = nn.Parameter(whole[:, columns].contiguous().to(device))
-        optimizer = make_optimizer([("w", weight)], Train(), held=lambda _: (slice(0, 700), columns))
+        optimizer = make_optimizer([("w", weight)], AdamW(), held=lambda _: (slice(0, 700), columns))
         for step in range(3):
             gradient = torch.linspace(1, -1, weight.numel(), device=device).reshape(weight.shape)
             weight.grad = (gradient * (step + 1)).to(torch.bfloat16)
@@ -90,7 +90,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, shape: tuple[int,
     def after_two_steps(chunk: int) -> tuple[torch.Tensor, ...]:
         monkeypatch.setattr(rounding, "CHUNK", chunk)
         weight = nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape).bfloat16())
-        optimizer = make_optimizer([("w", weight)], Train())
+        optimizer = make_optimizer([("w", weight)], AdamW())
         for _ in range(2):
             weight.grad = torch.full_like(weight, 0.1)
             update(optimizer, LR, ONE, ZERO)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import Train
 from shardwise.optim import make_optimizer, update
-from shardwise.optim.rows import largest_quotient
+from shardwise.optimizers import AdamW
+from shardwise.optimizers.adamw import largest_quotient
 
 ONE, ZERO = torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0)
-TRAIN = Train(learning_rate=0.1, weight_decay=0.3)
+SETTINGS = AdamW(weight_decay=0.3)
 
 
 def tables() -> tuple[nn.Embedding, nn.Embedding]:
@@ -36,7 +36,9 @@ def look_up(table: nn.Embedding, rows: Tensor, scale: float) -> None:
 def test_where_every_row_is_looked_up_it_is_adamw(embeddings: list[str], sparse: bool, shared: bool) -> None:
     ours, theirs = tables() if sparse else (tables()[1],) * 2
     theirs = copy.deepcopy(theirs)
-    optimizers = [make_optimizer(table.named_parameters(), TRAIN, embeddings) for table in (ours, theirs)]
+    optimizers = [
+        make_optimizer(table.named_parameters(), SETTINGS, embeddings=embeddings) for table in (ours, theirs)
+    ]
     for step in range(4):
         for table, optimizer in zip((ours, theirs), optimizers, strict=True):
             look_up(table, torch.tensor([*range(9), step]), step + 1)
@@ -51,8 +53,10 @@ def test_of_some_rows_it_is_sparse_adam_and_leaves_the_others_alone() -> None:
     theirs = nn.Embedding(9, 5, sparse=True, dtype=torch.float64)
     theirs.load_state_dict(ours.state_dict())
     before = ours.weight.detach().clone()
-    optimizer = make_optimizer(ours.named_parameters(), TRAIN, ["weight"])
-    reference = torch.optim.SparseAdam(theirs.parameters(), lr=0.1, betas=TRAIN.betas, eps=TRAIN.epsilon)
+    optimizer = make_optimizer(ours.named_parameters(), SETTINGS, embeddings=["weight"])
+    reference = torch.optim.SparseAdam(
+        theirs.parameters(), lr=0.1, betas=SETTINGS.betas, eps=SETTINGS.epsilon
+    )
     for rows in ([1, 2, 2], [2, 7], [7, 7, 1], [2]):
         for table in (ours, theirs):
             look_up(table, torch.tensor(rows), 1.0)
@@ -70,7 +74,7 @@ def test_of_some_rows_it_is_sparse_adam_and_leaves_the_others_alone() -> None:
 def test_a_step_that_is_skipped_touches_nothing() -> None:
     ours, _ = tables()
     before = ours.weight.detach().clone()
-    optimizer = make_optimizer(ours.named_parameters(), TRAIN)
+    optimizer = make_optimizer(ours.named_parameters(), SETTINGS)
     look_up(ours, torch.tensor([1, 2]), float("nan"))
     update(optimizer, 0.1, ONE, torch.tensor(1.0))
     assert torch.equal(ours.weight, before)
@@ -100,7 +104,7 @@ def test_no_gradients_make_the_quotient_of_moments_larger_than_its_bound() -> No
 def test_moments_that_do_not_belong_together_make_no_large_step(sparse: bool) -> None:
     """As where one process wrote the first moment of a row and another, at the same time, the second."""
     table = tables()[not sparse]
-    optimizer = make_optimizer(table.named_parameters(), TRAIN, ["weight"])
+    optimizer = make_optimizer(table.named_parameters(), SETTINGS, embeddings=["weight"])
     look_up(table, torch.arange(9), 1.0)
     update(optimizer, 0.1, ONE, ZERO, shared=True)
     optimizer.state[table.weight]["exp_avg"].fill_(1.0)

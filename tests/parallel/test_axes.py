@@ -21,9 +21,7 @@ from ranks.pairs import every_pair
 from ranks.trained import Runs, check_held, check_sent
 from ranks.truth import check_as_one_device
 
-from shardwise.config import BY_OPERATOR, SPLIT_BACKWARD, Layout
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
+from shardwise.config import BY_OPERATOR, SCHEDULES, Layout, splits_backward, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -182,12 +180,9 @@ MATRIX = [
                 ("none", "selective", "all-but-attention", "full", 0.5),
                 (False, True),
             )
-            if Layout(**degrees).pipeline
-            * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
-            <= MODELS[model]["layers"]
-            and not (
-                recompute in BY_OPERATOR and degrees.get("schedule") in SPLIT_BACKWARD
-            )  # which is refused
+            if Layout(**degrees).pipeline * stages_per_rank(Layout(**degrees)) <= MODELS[model]["layers"]
+            # which is refused
+            and not (recompute in BY_OPERATOR and splits_backward(Layout(**degrees)))
             and not ("window" in MODELS[model] and degrees.get("attention") == "ring")  # and so is this
         )
     ),

@@ -21,9 +21,9 @@ from shardwise.mesh import Worker
 
 Ranks = Callable[[int], Pool]
 CODECS = [
-    "bf16",
-    "fp16",
-    "fp8",
+    "bfloat16",
+    "float16",
+    "float8",
     "int8",
     "int4",
     "sign",

@@ -14,7 +14,7 @@ from dropping_attention import ATTEND, DroppingAttention
 from ranks.jobs import ALONE, Tables, Trained, start, train, weights, worst_difference
 from ranks.pool import Pool
 from test_own_module import own, plain_module, tables_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.mesh import Worker
@@ -100,8 +100,9 @@ def test_attention_that_drops_is_computed_again_so_that_what_follows_drops_the_s
     for wanted in ("none", mode):
         torch.manual_seed(5)
         block, x = DroppingAttention(), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
-        recompute.recompute([block], wanted, compiled=False, draws=True)
-        block(x).square().sum().backward()
+        model = nn.Sequential(block)
+        recompute.recompute(model, [block], wanted, compiled=False, draws=True)
+        model(x).square().sum().backward()
         gradients.append((x.grad, block.weight.grad))
     for exact, found in zip(*gradients, strict=True):
         assert torch.equal(exact, found)

@@ -19,12 +19,12 @@ from test_own_module import STEPS, Tables, own, plain_module, tables_of
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Config, Layout, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.parallel import check_module
 from shardwise.train.build import build, restore, save
-from shardwise.train.hogwild import LockFree
+from shardwise.train.check_module import check_module
 from shardwise.train.planner import Planner
 from shardwise.train.steps import steps
 
@@ -49,7 +49,7 @@ def trained(worker: Worker, tables: Tables) -> tuple[Weights, set[str], set[str]
         for name, parameter in training.parallel.named_parameters()
         if parameter in training.optimizer.state
     }
-    kept = {name for name, _ in training.parallel.residuals()}
+    kept = {key.name for key, _ in training.parallel.residuals()}
     sent: Bytes = {}
     for key, counted in done[-1].collectives.items():
         kind = key.split("/")[0]
@@ -112,7 +112,7 @@ def test_compression_leaves_nothing_of_frozen_weights(
     for found, _, kept, _ in ranks(2).run(trained, tables):
         assert all(torch.equal(found[name], first[name]) for name in frozen)
         assert any("mix.q.weight" in name for name in kept)
-        assert not any(name in said for said in kept for name in frozen)
+        assert not kept & frozen
 
 
 def test_frozen_weights_stored_in_16_bits_are_not_rounded_again(corpus: str) -> None:
@@ -157,9 +157,10 @@ def test_frozen_weights_are_saved_without_moments_and_a_run_goes_on_to_the_bit(
     ranks(2).run(saved, tables, 1)
     folder = str(tmp_path / "checkpoints" / "step-1")
     first, frozen = first_values(tables)
-    names = Contents.open(folder).tensors
-    assert all(f"model.{name}" in names for name in first)
-    assert {name for name in first if f"optimizer.{name}.exp_avg" in names} == first.keys() - frozen
+    keys = Contents.open(folder).tensors
+    assert all(StateKey.model(name) in keys for name in first)
+    moved = {name for name in first if StateKey.optimizer(name, "exp_avg") in keys}
+    assert moved == first.keys() - frozen
     for loaded, moments, after in ranks(2).run(gone_on, tables, folder):
         assert all(torch.equal(loaded[name], first[name]) for name in frozen)
         assert not moments.keys() & frozen
@@ -195,8 +196,7 @@ def test_one_worker_without_locks_is_one_device_to_the_bit(corpus: str) -> None:
     truth = weights(training)
     tables["train"] |= {"driver": "hogwild"}
     shared = start(ALONE, {**tables, "layout": {"data": 1}, "hogwild": {}})
-    assert shared.shared is not None
-    list(steps(shared, source=LockFree(shared, shared.shared)))
+    list(steps(shared))
     assert all(torch.equal(weight, truth[name]) for name, weight in weights(shared).items())
     _, frozen = first_values(tables)
     assert (
@@ -225,7 +225,7 @@ def test_groups_that_train_by_themselves_leave_frozen_weights_alone(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
 ) -> None:
     tables = tables_of(corpus, own("Headed"), {"data": 1}, driver="local", check_every=0)
-    tables |= {"local": {"groups": 2, "steps": 1}, "run": {"folder": str(tmp_path)}}
+    tables |= {"local": {"groups": 2, "sync_every": 1}, "run": {"folder": str(tmp_path)}}
     first, frozen = first_values(tables)
     one, other = ranks(2).run(in_groups, tables)
     assert all(torch.equal(one[name], other[name]) for name in first)

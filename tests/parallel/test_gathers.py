@@ -14,8 +14,9 @@ from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.codecs.base import BLOCK
 from shardwise.config import Layout, from_tables
-from shardwise.config.compression import BLOCK, is_compressed
+from shardwise.config.compression import is_compressed
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
 from shardwise.plan import choose, fit
@@ -28,7 +29,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
         {"data": 4, "zero": 3, "weight_compression": "int8", "backward_shards": 2, "compression": "int4"},
     ),
     ("llama", {"data": 2, "zero": 1, "weight_compression": "int4"}),
-    ("tied", {"replica": 2, "data": 2, "zero": 3, "weight_compression": "fp8"}),
+    ("tied", {"replica": 2, "data": 2, "zero": 3, "weight_compression": "float8"}),
     ("llama", {"data": 2, "tensor": 2, "zero": 3, "weight_compression": "int8", "backward_shards": 1}),
     ("gpt", {"data": 2, "context": 2, "zero": 3, "backward_shards": 2}),
     ("experts", {"data": 4, "expert": 2, "zero": 3, "weight_compression": "int8"}),
@@ -160,7 +161,7 @@ def test_weights_that_are_to_be_compressed_are_sharded(corpus: str) -> None:
     ("layout", "said"),
     [
         ({"data": 2, "zero": 0, "weight_compression": "int8"}, "no weights are gathered"),
-        ({"data": 2, "zero": 3, "weight_compression": "sign"}, "weights may be fp8, int8, int4"),
+        ({"data": 2, "zero": 3, "weight_compression": "sign"}, "weights may be float8, int8, int4"),
         ({"data": 2, "zero": 2, "backward_shards": 2}, "only zero = 3"),
         ({"data": 4, "zero": 3, "backward_shards": 3}, "does not divide the 4 devices"),
         ({"data": 2, "pipeline": 2, "zero": 3, "backward_shards": 2}, "not with pipeline"),

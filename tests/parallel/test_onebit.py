@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
-from shardwise.optim import learning_rate
+from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
@@ -34,14 +34,9 @@ MODELS = {
 
 
 def tables_of(corpus: str, layout: dict[str, Any], optimizer: str, model: str = "llama") -> Tables:
-    train = {
-        "micro_batch": 1,
-        "clip": False,
-        "steps": WARM_UP + 2,
-        "betas": list(BETAS),
-        "optimizer": optimizer,
-    }
-    return job(corpus, model=MODELS[model], layout=layout, train=train)
+    train = {"micro_batch": 1, "clip": False, "steps": WARM_UP + 2}
+    settings = {"name": optimizer, "betas": list(BETAS)}
+    return job(corpus, model=MODELS[model], layout=layout, train=train, optimizer=settings)
 
 
 def states(worker: Worker, tables: Tables) -> list[State]:
@@ -79,8 +74,8 @@ def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
     tables = tables_of(
         corpus, {**layout, "compression": codec, "compression_warmup": WARM_UP}, "1bit-adam", model
     )
-    train = from_tables(tables).train
-    rate = learning_rate(train, WARM_UP + 1)
+    config = from_tables(tables)
+    rate = learning_rate(config.train, WARM_UP + 1)
     compared = 0
     for found in ranks(world).run(states, tables):
         before, after, truth = found[WARM_UP - 1], found[WARM_UP], plain[WARM_UP]
@@ -95,7 +90,7 @@ def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
             compared += 1
             assert (after["exp_avg_sq"][name] == before["exp_avg_sq"][name]).all(), "the second moment stays"
             size = (before["exp_avg_sq"][name] / (1 - BETAS[1] ** WARM_UP)).sqrt() + EPSILON
-            decay = train.weight_decay if name != "embedding.weight" else 0.0
+            decay = config.optimizer.weight_decay if name != "embedding.weight" else 0.0
             weight = before["weights"][name] * (1 - rate * decay) - rate * after["exp_avg"][name] / size
             assert (after["weights"][name] - weight).abs().max() <= 1e-12, name
     assert compared
@@ -163,7 +158,7 @@ def test_signs_that_are_fed_back_into_adamw_are_warned_of(
 ) -> None:
     found = ranks(2).run(header, tables_of(corpus, layout, "adamw"))[0]
     assert found["optimizer"] == "AdamW, fused kernel"
-    assert ("train.optimizer = '1bit-adam'" in found.get("warning", "")) == warned == ("warning" in found)
+    assert ("optimizer.name = '1bit-adam'" in found.get("warning", "")) == warned == ("warning" in found)
 
 
 def test_signs_in_1_bit_adam_are_not_warned_of(ranks: Ranks, corpus: str) -> None:
@@ -188,7 +183,11 @@ def test_what_cannot_work_is_refused(
     corpus: str, layout: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     tables = job(
-        corpus, model=FAMILIES["llama"], layout=layout, train={"optimizer": "1bit-adam", "steps": 5, **more}
+        corpus,
+        model=FAMILIES["llama"],
+        layout=layout,
+        train={"steps": 5, **more},
+        optimizer={"name": "1bit-adam"},
     )
     with pytest.raises(ConfigError, match=said):
         from_tables(tables)

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise._torch import _groups
 from shardwise.comm import CountedReduceScatter
 from shardwise.config import Model, from_tables
+from shardwise.config.parameters import parameter_shapes
 from shardwise.mesh import Worker
-from shardwise.plan import choose, parameter_shapes
+from shardwise.plan import choose
 from shardwise.train.build import Training, build
 from shardwise.train.steps import steps
 

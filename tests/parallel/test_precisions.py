@@ -49,8 +49,8 @@ def test_two_ranks_differ_from_one_by_rounding_only(
             "steps": 6,
             "initial_scale": 1024.0,
             "micro_batch": 4,
-            "epsilon": 1e-3,
         },
+        optimizer={"epsilon": 1e-3},
         layout={"data": 2, "zero": zero},
     )
     truth = on_one_device(tables)

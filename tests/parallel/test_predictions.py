@@ -17,9 +17,8 @@ from ranks.jobs import FAMILIES, Tables, job
 from ranks.pairs import every_pair
 from ranks.trained import Runs, check_held, check_sent
 
-from shardwise.config import BY_OPERATOR, Layout
+from shardwise.config import BY_OPERATOR, SCHEDULES, Layout, splits_backward, stages_per_rank
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 MODELS: Tables = {
     **FAMILIES,
     "experts": {
@@ -190,8 +189,8 @@ MATRIX = [
             ("tied", "gpt", "deep", "deep experts"),
             ("none", "selective", "all-but-attention", "full"),
         )
-        if not (mode in BY_OPERATOR and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
-        and not (model == "gpt" and layout.get("schedule") in ("interleaved", "zbv", "dualpipev"))
+        if not (mode in BY_OPERATOR and splits_backward(Layout(**layout)))
+        and not (model == "gpt" and stages_per_rank(Layout(**layout)) > 1)
     )
 ]
 MORE += [

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Config, Layout, Train, from_tables
+from shardwise.config.parameters import OwnParameters
 from shardwise.errors import ConfigError
-from shardwise.plan import Asked, OwnParameters, Plan, choose, fit
+from shardwise.plan import Asked, Plan, choose, fit
 from shardwise.plan.memory import state_bytes
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import SPLIT_BACKWARD, Layout, borrowed, can_borrow
+from shardwise.config import RANK_AXES, Layout, borrowed, can_borrow
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.space import Space, space_of
 from shardwise.plan.chunks import CHUNK_BYTES, chunk_tokens, largest_part
 from shardwise.plan.engine import engine_of, shares_weights
-from shardwise.plan.grid import JOINED_AXES, RANK_AXES, devices, grid_dims, members
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, members
 
 FEW = st.sampled_from([1, 1, 2, 3, 4])
 ROWS = st.fixed_dictionaries(
@@ -103,15 +103,6 @@ def test_known_layouts_have_the_engine_that_the_table_gives_them(
 ) -> None:
     found = engine_of(layout, experts)
     assert [name for name in ("single", "replicated", "sharded") if getattr(found, name)] == [engine]
-
-
-def test_the_schedules_said_to_split_backward_are_those_with_actions_for_weights_alone() -> None:
-    def splits(name: Any) -> bool:
-        return any(
-            action.kind == "W" for actions in make_schedule(name, 2, 4, None).actions for action in actions
-        )
-
-    assert tuple(name for name in SCHEDULES if splits(name)) == SPLIT_BACKWARD
 
 
 @given(tokens=st.integers(1, 10**5), vocabulary=st.integers(1, 10**6), width=st.sampled_from([2, 4, 8]))

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardwise.config import Layout
+from shardwise.config.schedules import SCHEDULES
 from shardwise.errors import ConfigError
-from shardwise.plan import SCHEDULES, Action, Schedule, make_schedule
+from shardwise.plan import Action, Schedule, make_schedule
 from shardwise.plan.schedule import check, problems_of
 
 names = st.sampled_from(SCHEDULES)

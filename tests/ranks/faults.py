@@ -9,7 +9,7 @@ import torch
 from ranks.jobs import Tables, start
 from torch import Tensor, nn
 
-from shardwise.checkpoint.save import state_of
+from shardwise.checkpoint.save import State, state_of
 from shardwise.errors import RunFailed
 from shardwise.mesh import Worker
 from shardwise.optim import local
@@ -68,14 +68,14 @@ def _steps(training: Training, fault: Fault, at: int) -> Iterator[Taken]:
         fault.armed = number == at
         done = next(generator)
         after = snapshot(training)
-        changed = {name.split(".")[0] for name in after if not torch.equal(before[name], after[name])}
-        yield Taken(done, changed, {float(value) for name, value in after.items() if name.endswith(".step")})
+        changed = {key.section for key in after if not torch.equal(before[key], after[key])}
+        yield Taken(done, changed, {float(value) for key, value in after.items() if key.slot == "step"})
 
 
-def snapshot(training: Training) -> dict[str, Tensor]:
+def snapshot(training: Training) -> State:
     """A copy of all weights and moments, as far as this rank holds them."""
     state = state_of(training.parallel.named_parameters(), training.optimizer)
-    return {name: local(tensor).clone() for name, tensor in state.items()}
+    return {key: local(tensor).clone() for key, tensor in state.items()}
 
 
 def fail(worker: Worker, tables: Tables, parameter: str, at: int, on: int) -> tuple[str, bool]:

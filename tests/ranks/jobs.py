@@ -78,6 +78,7 @@ def job(source: str, **sections: dict[str, Any]) -> Tables:
     base: Tables = {
         "data": {"source": source, "sequence_length": 24, "held_out": 0.1},
         "train": TRAIN,
+        "optimizer": {},
         "layout": {},
         "checkpoint": {},
         "run": {"device": "cpu"},  # the truth and the ranks must compute on the same kind of device

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.residuals import ResidualName
+from shardwise.checkpoint.state_key import StateKind
 from shardwise.train.build import Training
 
 
 def left_out(training: Training, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum over devices of the residuals of each parameter, each counted once, where its name says it
+    """The sum over devices of the residuals of each parameter, each counted once, where its key says it
     lies."""
     own, world = dict(training.parallel.residuals()), training.mesh.worker.world
     everyone: list[Any] = [own]
@@ -24,9 +24,8 @@ def left_out(training: Training, like: Mapping[str, Tensor]) -> dict[str, Tensor
     total = {name: torch.zeros_like(value) for name, value in like.items()}
     counted = set()
     for residuals in everyone:
-        for name, residual in residuals.items():
-            said = ResidualName.parse(name)
-            if said is not None and name not in counted:
-                counted.add(name)
-                total[said.parameter][tuple(slice(*part) for part in said.box)] += residual
+        for key, residual in residuals.items():
+            if key.kind is StateKind.RESIDUAL and key not in counted:
+                counted.add(key)
+                total[key.name][tuple(slice(*edges) for edges in key.part.box)] += residual
     return total

@@ -18,7 +18,7 @@ from ranks.pool import Pool
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.config import SPLIT_BACKWARD, Layout, from_tables
+from shardwise.config import Layout, from_tables, splits_backward
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.predict import predict
 from shardwise.cost.space import space_of_layout
@@ -93,15 +93,13 @@ class Held:
             ("shards", "gathered", "nearby", "gradients", "optimizer", "counters", "residuals"), 0
         )
         layout = training.plan.layout
-        self.gathers_for_a_while = layout.zero in (0, 3) and not (
-            layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
-        )
+        self.gathers_for_a_while = layout.zero in (0, 3) and not splits_backward(layout)
         for part in training.parallel.parts:
             part.model.register_forward_hook(lambda *_: self.look(gathered=not self.gathers_for_a_while))
             for name in ("micro_batch", "release"):
                 setattr(part, name, self._before(getattr(part, name), gathered=not self.gathers_for_a_while))
-        training.optimizer.step = self._before(  # type: ignore[method-assign]
-            self._before_update(training.optimizer.step), gathered=self.gathers_for_a_while
+        training.optimizer.pieces = self._before(  # type: ignore[method-assign] # asked for before an update
+            self._before_update(training.optimizer.pieces), gathered=self.gathers_for_a_while
         )
 
     def _before(self, inner: Callable[..., Any], gathered: bool) -> Callable[..., Any]:

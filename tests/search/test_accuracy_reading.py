@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.config.parameters import count
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.space import RECOMPUTE
 from shardwise.errors import UserError
-from shardwise.plan.parameters import count
-from shardwise.plan.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, from_tables, problems_of_layout
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.config.parameters import count
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
 from shardwise.cost.space import RECOMPUTE, space_of
 from shardwise.errors import ConfigError
-from shardwise.plan.parameters import count
 from shardwise.search.answer import answer, best_of_each, runner_up
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import NEAR, SearchResult, _simplest_first, moving_parts, search
 from shardwise.search.whole_run import to_hide
+from shardwise.units import GIB
 
 MODEL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192,
 "vocabulary": 32000,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import PRESETS, Model
+from shardwise.config.parameters import count
 from shardwise.errors import UserError
-from shardwise.plan.parameters import count
 from shardwise.search.budget import (
     BESIROGLU,
     HOFFMANN,

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config, from_tables
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.collectives import group_of
@@ -21,7 +22,7 @@ from shardwise.cost.predict import predict
 from shardwise.cost.space import Array, Space, Work, space_of
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.traffic import flows
-from shardwise.plan.schedule import SCHEDULES, rank_of_stage
+from shardwise.plan.schedule import rank_of_stage
 from shardwise.search.candidates import candidates
 from shardwise.search.search import play, work_of
 

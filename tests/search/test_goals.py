@@ -9,13 +9,14 @@ import pytest
 
 from shardwise.cli.plain import plain
 from shardwise.config import Config, from_tables
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
 from shardwise.search.fewest import _least, fewest_devices, smallest_that_fits
 from shardwise.search.largest import largest_batch, longest_sequence
 from shardwise.search.scaling import strong
 from shardwise.search.search import search
+from shardwise.units import GIB
 
 DAY = 86_400.0
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.search.interval import (
+    DEVICE_HOURS,
     advise,
     best_interval,
     expected_goodput,
@@ -88,13 +89,15 @@ def test_a_failure_rate_of_ones_own_is_not_called_llamas() -> None:
 def test_checkpoints_of_a_70b_model_by_hand() -> None:
     """840 GB: 128 devices copy 6.5625 GB each at 50 GB/s; 16 nodes write 5.25 GB/s each, 10 s; and read them
     again."""
-    plan = plan_checkpoints(70e9, 128, 84e9, step_seconds=5.0, device_hours=1280.0, restart=90.0)
+    plan = plan_checkpoints(
+        70e9, 128, 84e9, step_seconds=5.0, device_hours=1280.0, bytes_per_parameter=12, restart=90.0
+    )
     assert plan.bytes == pytest.approx(840e9)
     assert plan.stall_seconds == pytest.approx(0.13125)
     assert plan.save_seconds == pytest.approx(10.13125)
     assert plan.restart_seconds == pytest.approx(100)
     assert (
-        plan.storage_bytes == storage_bytes(70e9) == pytest.approx(3 * 840e9)
+        plan.storage_bytes == storage_bytes(70e9, 12) == pytest.approx(3 * 840e9)
     )  # two kept, and the one being written
     assert plan.advice.every_seconds == pytest.approx(math.sqrt(2 * 0.13125 * 10 * HOUR))
     every = plan.advice.every_steps * 5.0
@@ -104,8 +107,8 @@ def test_checkpoints_of_a_70b_model_by_hand() -> None:
 
 
 def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_often() -> None:
-    front = plan_checkpoints(70e9, 128, 84e9, 5.0, background=False)
-    behind = plan_checkpoints(70e9, 128, 84e9, 5.0)
+    front = plan_checkpoints(70e9, 128, 84e9, 5.0, background=False, bytes_per_parameter=12)
+    behind = plan_checkpoints(70e9, 128, 84e9, 5.0, bytes_per_parameter=12)
     assert front.stall_seconds == front.save_seconds == pytest.approx(10)
     assert front.advice.every_steps > behind.advice.every_steps
     assert front.advice.expected_goodput < behind.advice.expected_goodput
@@ -115,11 +118,14 @@ def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_oft
 def test_faster_storage_or_rarer_failures_never_lower_goodput(
     size: float, nodes: int, bandwidth: float, more: float
 ) -> None:
-    plain = plan_checkpoints(size, 8 * nodes, nodes * bandwidth, 0.001).advice.expected_goodput
-    faster = plan_checkpoints(size, 8 * nodes, nodes * bandwidth * more, 0.001).advice.expected_goodput
-    rarer = plan_checkpoints(
-        size, 8 * nodes, nodes * bandwidth, 0.001, device_hours=50_000 * (1 + more)
-    ).advice.expected_goodput
+    def goodput(bandwidth: float, device_hours: float = DEVICE_HOURS) -> float:
+        plan = plan_checkpoints(
+            size, 8 * nodes, nodes * bandwidth, 0.001, device_hours, bytes_per_parameter=12
+        )
+        return plan.advice.expected_goodput
+
+    plain, faster = goodput(bandwidth), goodput(bandwidth * more)
+    rarer = goodput(bandwidth, device_hours=50_000 * (1 + more))
     assert faster >= plain - 1e-6  # intervals are whole steps
     assert rarer >= plain - 1e-6
 

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, from_tables
-from shardwise.cost.cluster import GIB, Cluster
+from shardwise.config.parameters import count
+from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.predict import predict
 from shardwise.cost.space import space_of
-from shardwise.plan.parameters import count
 from shardwise.search.answer import answer
 from shardwise.search.reasons import binding, nothing_fits
 from shardwise.search.search import SearchResult, search, work_of
+from shardwise.units import GIB
 
 
 def job(**layout: Any) -> Config:

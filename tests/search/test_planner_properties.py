@@ -14,7 +14,8 @@ from effort import at_least, examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import BY_OPERATOR, SPLIT_BACKWARD, Config, Layout, from_tables, problems_of_layout
+from shardwise.config import BY_OPERATOR, Config, Layout, from_tables, problems_of_layout, splits_backward
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.footprint import footprint, hold
@@ -23,7 +24,7 @@ from shardwise.cost.space import RECOMPUTE, Space, space_of
 from shardwise.cost.stack import SHARDWISE
 from shardwise.plan import choose
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import play, programme, simulate
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, search, work_of
@@ -529,8 +530,9 @@ def test_pinned_experts_are_kept() -> None:
 
 def test_no_candidate_recomputes_selectively_where_backward_is_split() -> None:
     space = candidates(job(DENSE), 8, {}).space
-    split = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD]) & (space.pipeline > 1)
-    assert not (split & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in BY_OPERATOR])).any()
+    assert not (
+        splits_backward(space) & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in BY_OPERATOR])
+    ).any()
 
 
 def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:

@@ -102,7 +102,7 @@ def test_bytes_are_those_of_the_formulas_by_hand() -> None:
     matrices = PARAMETERS - VECTORS
     assert gradient_bytes(result) == pytest.approx(ring(PARAMETERS))
     shares = {
-        "bf16": 1 / 2,
+        "bfloat16": 1 / 2,
         "int8": (1 + 4 / 512) / 4,
         "qsgd(4)": (1 / 2 + 4 / 512) / 4,
         "sign": (1 / 8 + 4 / 512) / 4,
@@ -176,7 +176,11 @@ def test_an_all_to_all_between_nodes_of_many_devices_may_cost_more_than_a_ring()
     """Each device's messages to the other node share nothing, where a ring of eight passes partial sums on:
     half the bytes of float32, but eight times as many of them leave the node."""
     result = search(job(0), two_nodes(0.2e9), 16)
-    assert named_like(result, "bf16").step_seconds > seconds(result) > named_like(result, "sign").step_seconds
+    assert (
+        named_like(result, "bfloat16").step_seconds
+        > seconds(result)
+        > named_like(result, "sign").step_seconds
+    )
 
 
 def test_codecs_that_a_layout_cannot_run_are_not_offered() -> None:
@@ -212,7 +216,7 @@ def test_residuals_take_four_bytes_a_number_and_must_fit() -> None:
 
 
 def test_of_codecs_that_are_as_quick_the_one_that_changes_least_is_taken() -> None:
-    assert worthwhile({"int8": 1.01, "sign": 1.0, "bf16": 1.1}, 2.0) == "int8"
+    assert worthwhile({"int8": 1.01, "sign": 1.0, "bfloat16": 1.1}, 2.0) == "int8"
     assert worthwhile({"int8": 1.01, "sign": 1.0}, 1.105) == "sign"
     assert worthwhile({"int8": 1.01, "sign": 1.0}, 1.05) is None
     assert worthwhile({}, 1.0) is None

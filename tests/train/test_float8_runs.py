@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.jobs import ALONE, job, start
+from ranks.jobs import ALONE, job, start, weights
 from rich.console import Console
 
+from shardwise.checkpoint.contents import Contents, write_checkpoint
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
 from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
-from shardwise.parallel import is_compiled
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
 from shardwise.search.search import work_of
-from shardwise.train.build import Training
+from shardwise.train.build import Training, save
 from shardwise.train.describe import describe_run
+from shardwise.train.inference import Sampling, load_checkpoint
 from shardwise.train.steps import steps
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
@@ -298,7 +300,8 @@ def test_blocks_are_not_compiled_where_the_plan_splits_backward(
     """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
     config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
     layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
-    assert is_compiled(config, layout, torch.device("cpu")) is compiled
+    plan = choose(config.model_copy(update={"layout": layout}), 2)
+    assert plan.is_compiled("cpu") is compiled
 
 
 def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:
@@ -324,3 +327,23 @@ def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:
         "\n", " "
     ).replace("│", "")
     assert "train.float8_leave_out" in text
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_a_checkpoint_of_a_float8_run_can_be_generated_from(
+    corpus: str, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    """Its products are made in float32 there, which need no scales: those that the checkpoint holds are
+    passed over."""
+    train = {"precision": "float8", "steps": 1}
+    built = start(ALONE, job(corpus, model=model, train=train, run={"folder": str(tmp_path)}))
+    next(steps(built))
+    held = Contents.open(save(built))
+    named = [(StateKey.model(name), tensor) for name, tensor in weights(built).items()]
+    write_checkpoint(tmp_path / "weights", held.manifest, named)
+    greedy = Sampling(max_tokens=8, temperature=0, seed=0)
+    said, expected = (
+        "".join(load_checkpoint(address).go_on("ab", greedy))
+        for address in (held.address, str(tmp_path / "weights"))
+    )
+    assert said == expected

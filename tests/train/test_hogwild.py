@@ -18,12 +18,13 @@ from torch import Tensor
 from shardwise.asynchronous.shared_memory import SharedMemory, Stamps
 from shardwise.comm import Peers
 from shardwise.config import from_tables
+from shardwise.drivers.hogwild import HogwildRank
+from shardwise.drivers.lock_free import LockFree
 from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker, join
 from shardwise.optim import update
-from shardwise.parallel import check_module
 from shardwise.train.build import Training, restore, save
-from shardwise.train.hogwild import LockFree
+from shardwise.train.check_module import check_module
 from shardwise.train.sources import forward_backward
 from shardwise.train.steps import Step, divisor, gradient_norm, steps
 
@@ -41,8 +42,8 @@ def hogwild_job(corpus: str, workers: int, model: dict[str, Any] | None = None, 
 
 
 def source_of(training: Training) -> LockFree:
-    assert training.shared is not None
-    return LockFree(training, training.shared)
+    assert isinstance(training.rank_driver, HogwildRank)
+    return LockFree(training, training.rank_driver.shared, training.config.hogwild.locked)
 
 
 def weights_of(training: Training) -> Weights:
@@ -104,12 +105,16 @@ def test_one_worker_goes_on_to_the_last_bit(corpus: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("model", [FAMILIES["llama"], NGRAMS], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [(FAMILIES["llama"], "adamw"), (NGRAMS, "adamw"), (NGRAMS, "sgd"), (FAMILIES["llama"], "lion")],
+    ids=["dense", "sparse", "sparse sgd", "dense lion"],
+)
 def test_two_workers_train_every_sample_once(
-    ranks: Callable[[int], Pool], corpus: str, model: dict[str, Any], locked: bool
+    ranks: Callable[[int], Pool], corpus: str, model: dict[str, Any], optimizer: str, locked: bool
 ) -> None:
     tables = hogwild_job(corpus, 2, model, steps=5, precision="float32")
-    tables["hogwild"] = {"locked": locked}
+    tables |= {"hogwild": {"locked": locked}, "optimizer": {"name": optimizer}}
     found = ranks(2).run(train_without_locks, tables)
     (done, weights, counts), (_, others, _) = found
     assert same(weights, others), "there is one copy"
@@ -138,8 +143,8 @@ class InTurn(LockFree):
 
 def write_in_turn(worker: Worker, tables: Tables) -> tuple[list[Step], Weights]:
     training = start(worker, tables)
-    assert training.shared is not None
-    done = list(steps(training, source=InTurn(training, training.shared)))
+    assert isinstance(training.rank_driver, HogwildRank)
+    done = list(steps(training, source=InTurn(training, training.rank_driver.shared, takes_lock=False)))
     return done, weights_of(training)
 
 
@@ -254,7 +259,7 @@ def continue_from(worker: Worker, tables: Tables, folder: str) -> tuple[Weights,
     training.peers.from_everyone("loaded")
     loaded = weights_of(training)
     training.peers.from_everyone("looked at")
-    source = None if training.shared is None else source_of(training)
+    source = source_of(training) if isinstance(training.rank_driver, HogwildRank) else None
     return loaded, [done.data for done in steps(training, source=source)]
 
 
@@ -282,7 +287,6 @@ def test_a_checkpoint_has_no_half_update_and_goes_on_under_any_driver(
         ("layout", {"compression": "int8"}, "leave layout.compression out"),
         ("train", {"precision": "float16"}, "use bfloat16 or float32"),
         ("train", {"precision": "bfloat16", "state_dtype": "bfloat16"}, "leave train.state_dtype out"),
-        ("train", {"shares": "by speed"}, "leave train.shares out"),
         ("recovery", {"copies": 5}, "recovery.copies: not with train.driver = 'hogwild'"),
     ],
     ids=str,

@@ -14,8 +14,9 @@ from ranks.jobs import ALONE, FAMILIES, Tables, job, put_together, start
 from ranks.pool import Pool
 from torch import Tensor
 
+from shardwise.codecs import parse_row_codec
 from shardwise.config import from_tables
-from shardwise.config.compression import Compression
+from shardwise.drivers.local import LocalRank
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
 from shardwise.plan import choose
@@ -33,7 +34,7 @@ def local_job(
 ) -> Tables:
     train = {"steps": STEPS, "driver": "local", "global_batch": 8}
     tables = job(corpus, model=FAMILIES[family], train=train, layout={"data": 1, **(layout or {})})
-    return {**tables, "local": {"groups": GROUPS, "steps": 4, **local}}
+    return {**tables, "local": {"groups": GROUPS, "sync_every": 4, **local}}
 
 
 def start_groups(worker: Worker, tables: Tables) -> Training:
@@ -49,8 +50,8 @@ def start_groups(worker: Worker, tables: Tables) -> Training:
 
 
 def anchors(training: Training) -> Weights:
-    assert training.outer is not None
-    return put_together(training.outer.anchors, training.mesh.worker.world)
+    assert isinstance(training.rank_driver, LocalRank)
+    return put_together(training.rank_driver.outer.anchors, training.mesh.worker.world)
 
 
 def train_groups(worker: Worker, tables: Tables) -> tuple[list[Step], Weights, float | None]:
@@ -102,7 +103,7 @@ def plainly(corpus: str, tables: Tables) -> tuple[list[float], Weights]:
         under_way.clear()
 
     cut = fragments(first, settings.fragments)
-    every = settings.steps // settings.fragments
+    every = settings.sync_every // settings.fragments
     for step, done in enumerate(zip(*loops, strict=True), start=1):
         losses.append(done[0].loss)
         if under_way and (step == STEPS or step % every == settings.overlap):
@@ -187,14 +188,14 @@ def test_groups_exchange_nothing_between_meetings(
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "int4"))]
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bfloat16", "int4"))]
 )
 def test_what_is_sent_in_few_bits_is_near_what_was_meant(
     ranks: Callable[[int], Pool], corpus: str, codec: str
 ) -> None:
     """One meeting, whose outer step is the mean itself: each number is off by half a level of its block at
     most."""
-    tables = local_job(corpus, steps=STEPS, learning_rate=1.0, momentum=0.0)
+    tables = local_job(corpus, sync_every=STEPS, learning_rate=1.0, momentum=0.0)
     coded = {**tables, "local": {**tables["local"], "compression": codec}}
     (_, exact, _), (done, found, _) = (
         ranks(2).run(train_groups, tables)[0],
@@ -205,11 +206,11 @@ def test_what_is_sent_in_few_bits_is_near_what_was_meant(
         for name, value in start(ALONE, job(corpus, model=FAMILIES["llama"])).parallel.named_parameters()
     }
     moved = max(float((exact[name] - first[name]).abs().max()) for name in exact)
-    level = {"bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[codec]
+    level = {"bfloat16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[codec]
     error = max(float((exact[name] - found[name]).abs().max()) for name in exact)
     assert 0 < error <= 2 * level * moved, "groups move by about as much"
     sizes = [weight.numel() for weight in exact.values()]
-    wire = sum(map(Compression.parse(codec).wire_bytes, sizes))
+    wire = sum(map(parse_row_codec(codec).wire_bytes, sizes))
     assert done[-1].collectives["all_gather/group"] == {
         "count": 1,
         "bytes": 2 * wire,
@@ -241,7 +242,7 @@ def test_copies_of_a_weight_stay_equal_in_a_group(
 
 def test_a_run_that_ended_can_be_prolonged(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
     """At its end nothing is under way, where there would be if it went on."""
-    tables = {**local_job(corpus, steps=11, overlap=3), "run": {"folder": str(tmp_path)}}
+    tables = {**local_job(corpus, sync_every=11, overlap=3), "run": {"folder": str(tmp_path)}}
     saved, anchor = ranks(2).run(save_after, tables, STEPS)[0]
     longer = {**tables, "train": {**tables["train"], "steps": STEPS + 4}}
     loaded, _, count = ranks(2).run(continue_from, longer, saved)[0]
@@ -260,8 +261,8 @@ def continue_from(worker: Worker, tables: Tables, folder: str) -> tuple[Weights,
     """The model as it is loaded, the model at the end, and the steps between."""
     training = start_groups(worker, tables) if tables["train"]["driver"] == "local" else start(worker, tables)
     restore(training, folder)
-    outer = training.outer
-    model = dict(training.parallel.named_parameters()) if outer is None else outer.anchors
+    grouped = isinstance(training.rank_driver, LocalRank)
+    model = training.rank_driver.outer.anchors if grouped else dict(training.parallel.named_parameters())
     loaded, count = put_together(model, worker.world), len(list(steps(training)))
     return loaded, put_together(model, worker.world), count
 
@@ -325,7 +326,7 @@ def test_the_anchor_goes_on_with_other_groups_and_without(
     ("local", "message"),
     [
         ({"groups": 3}, "local.groups = 3: does not divide train.global_batch = 8"),
-        ({"fragments": 3}, "local.fragments = 3: does not divide local.steps = 4"),
+        ({"fragments": 3}, "local.fragments = 3: does not divide local.sync_every = 4"),
         ({"overlap": 4}, "local.overlap = 4: an exchange has to be over before the next begins"),
         ({"compression": "topk(0.1)"}, "local.compression"),
     ],
@@ -350,14 +351,15 @@ def train_outgrowing(
     scaled tensor depends. The step made again has seen one more maximum of each, so its scales may lose a few
     of the smallest numbers more."""
     training = start_groups(worker, tables)
-    assert training.outer is not None
-    met, done, original = [], [], training.outer.after
+    assert isinstance(training.rank_driver, LocalRank)
+    outer = training.rank_driver.outer
+    met, done, original = [], [], outer.after
 
     def meet(step: int) -> None:
         met.append(step)
         original(step)
 
-    training.outer.after = meet  # type: ignore[method-assign]
+    outer.after = meet  # type: ignore[method-assign]
     for step in steps(training):
         done.append(step)
         if step.step == after and training.mesh.coordinate("group") == 1:
@@ -366,7 +368,7 @@ def train_outgrowing(
     return done, met, anchors(training)
 
 
-@pytest.mark.parametrize("local", [{"steps": 2}, {"steps": 4, "overlap": 1}], ids=str)
+@pytest.mark.parametrize("local", [{"sync_every": 2}, {"sync_every": 4, "overlap": 1}], ids=str)
 def test_a_group_whose_step_in_float8_is_made_again_meets_the_others_once(
     ranks: Callable[[int], Pool], corpus: str, local: dict[str, Any]
 ) -> None:
@@ -383,7 +385,7 @@ def test_a_group_whose_step_in_float8_is_made_again_meets_the_others_once(
 
 
 def test_the_first_look_in_float8_is_no_step_to_meet_after(ranks: Callable[[int], Pool], corpus: str) -> None:
-    for _, met, _ in ranks(GROUPS).run(train_outgrowing, float8_job(corpus, steps=1), None):
+    for _, met, _ in ranks(GROUPS).run(train_outgrowing, float8_job(corpus, sync_every=1), None):
         assert met == [1, 2, 3, 4, 5]
 
 
@@ -399,6 +401,6 @@ def train_looking(worker: Worker, tables: Tables, looks: bool) -> list[float]:
 def test_in_float8_a_look_at_the_anchor_leaves_a_group_the_scales_of_its_own_weights(
     ranks: Callable[[int], Pool], corpus: str
 ) -> None:
-    tables = float8_job(corpus, steps=5)
+    tables = float8_job(corpus, sync_every=5)
     first, second = (ranks(GROUPS).run(train_looking, tables, looks) for looks in (False, True))
     assert first == second

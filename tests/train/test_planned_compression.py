@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.codecs import parse_codec
 from shardwise.config import Config, from_tables
-from shardwise.config.compression import Compression
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
 from shardwise.train.planner import Planner, left_to_the_planner
@@ -39,7 +39,7 @@ def test_on_a_slow_link_the_plan_of_a_run_compresses_and_says_why() -> None:
     assert left_to_the_planner(config, 4, cluster_is_named=False)
     planner = Planner(config, 4, None, cluster=apart(0.1e9), searches=True)
     decision = planner.first.decisions["layout.compression"]
-    assert decision.value == planner.first.layout.compression == str(Compression.parse(decision.value))
+    assert decision.value == planner.first.layout.compression == str(parse_codec(decision.value))
     assert not decision.asked
     assert planner.searched is not None
     assert f"compression {decision.value}: {decision.why}" in planner.searched

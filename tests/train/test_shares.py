@@ -152,7 +152,7 @@ def test_a_run_deals_by_speed_and_reads_what_an_even_one_reads(
     train = {**TRAIN, "steps": 14, "micro_batch": 4}
     even = job(corpus, model=FAMILIES["llama"], train=train, layout={"data": 2, "zero": 0})
     by_speed = job(
-        corpus, model=FAMILIES["llama"], train={**train, "shares": "by speed"}, layout={"data": 2, "zero": 0}
+        corpus, model=FAMILIES["llama"], train={**train, "driver": "by-speed"}, layout={"data": 2, "zero": 0}
     )
     plain = ranks(2).run(with_plain_steps, even)[0]
     main, other = ranks(2).run(with_a_slow_rank, by_speed)
@@ -173,8 +173,9 @@ def test_pipelines_are_refused(corpus: str) -> None:
     tables = job(
         corpus,
         model=FAMILIES["llama"],
-        train={**TRAIN, "shares": "by speed"},
+        train={**TRAIN, "driver": "by-speed"},
         layout={"pipeline": 2, "data": 1},
     )
-    with pytest.raises(UserError, match=r"train.shares = 'by speed': the stages of a pipeline"):
+    refused = r"train.driver = 'by-speed': not with layout.pipeline = 2, because the stages"
+    with pytest.raises(UserError, match=refused):
         from_tables(tables)

@@ -8,35 +8,35 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.codecs import Blockwise
+from shardwise.codecs.blocks import BlockCodec
 from shardwise.comm.gathers import EncodedGather, NearbyCopy
 from shardwise.verify.compressed import measure_compressed
 
 
 def residual_forgotten(*arguments: Any) -> Any:
     """What was left out is thrown away."""
-    honest = Blockwise._encode
+    honest = BlockCodec.encode_rows
 
-    def encode(self: Blockwise, rows: Tensor, seed: int, take: bool) -> Tensor:
+    def encode(self: BlockCodec, rows: Tensor, seed: int, take: bool) -> Tensor:
         wire = honest(self, rows, seed, take)
         if take:
             rows.zero_()
         return wire
 
-    with patch.object(Blockwise, "_encode", encode):
+    with patch.object(BlockCodec, "encode_rows", encode):
         return measure_compressed(*arguments)
 
 
 def ranks_decode_differently(*arguments: Any) -> Any:
     """One rank reads another scale."""
-    honest, rank = Blockwise._decode, arguments[0].rank
+    honest, rank = BlockCodec.decode_rows, arguments[0].rank
 
-    def decode(self: Blockwise, wire: Tensor, rows: Tensor, seed: int, add: bool) -> None:
+    def decode(self: BlockCodec, wire: Tensor, rows: Tensor, seed: int, add: bool) -> None:
         honest(self, wire, rows, seed, add)
         if rank == 1 and not add:
             rows.mul_(1 + 1e-12)
 
-    with patch.object(Blockwise, "_decode", decode):
+    with patch.object(BlockCodec, "decode_rows", decode):
         return measure_compressed(*arguments)
 
 

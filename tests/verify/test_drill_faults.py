@@ -96,14 +96,36 @@ for line in sys.stdin:
         process.stdin.close()
 
 
+def commit(folder: Path, step: int) -> None:
+    (folder / f"step-{step}").mkdir()
+    (folder / f"step-{step}/checkpoint.json").write_text("{}")
+    (folder / f"step-{step}/rank-0-a.data").write_bytes(bytes(100))
+
+
+def test_a_checkpoint_that_is_committed_while_the_worker_is_stopped_is_the_one_that_is_damaged(
+    tmp_path: Path,
+) -> None:
+    commit(tmp_path, 5)
+    left = [15, 10]
+
+    def save_in_flight() -> bool:
+        """The saves of steps 10 and 15 have all their parts: they are committed after the worker stopped."""
+        if left:
+            commit(tmp_path, left.pop())
+            return True
+        return False
+
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    damage = faults.corrupt(str(tmp_path), worker.pid, random.Random(3), save_in_flight)
+    assert worker.wait(10) == -signal.SIGKILL
+    assert damage.checkpoint.endswith("step-15")
+
+
 def test_spoiling_takes_the_newest_checkpoint_and_the_worker_with_it(tmp_path: Path) -> None:
     for step in (5, 10):
-        folder = tmp_path / f"step-{step}"
-        folder.mkdir()
-        (folder / "checkpoint.json").write_text("{}")
-        (folder / "rank-0-a.data").write_bytes(bytes(100))
+        commit(tmp_path, step)
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    damage = faults.corrupt(str(tmp_path), worker.pid, random.Random(3))
+    damage = faults.corrupt(str(tmp_path), worker.pid, random.Random(3), lambda: False)
     assert worker.wait(10) == -signal.SIGKILL
     assert damage.checkpoint.endswith("step-10")
     spoilt = (tmp_path / "step-10" / damage.file).read_bytes()

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.checkpoint import Manifest
 from shardwise.checkpoint.contents import write_checkpoint
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.verify.compare_runs import compare_runs
 
 STEPS = 12
@@ -37,7 +38,8 @@ def write_run(folder: Path, lines: Records, held: dict[str, torch.Tensor], step:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = Manifest(step, {}, {}, {}, {}, {}, 1, torch.__version__, {})
-    write_checkpoint(folder / "checkpoints" / f"step-{step}", manifest, held.items())
+    keyed = ((StateKey.parse(name), tensor) for name, tensor in held.items())
+    write_checkpoint(folder / "checkpoints" / f"step-{step}", manifest, keyed)
     return folder
 
 

@@ -22,7 +22,7 @@ from shardwise.config import Config, from_tables
 from shardwise.errors import UserError
 from shardwise.models import experts, transformer
 from shardwise.models import rotary as our_rotary
-from shardwise.optim import adamw
+from shardwise.optim import make_optimizer
 from shardwise.train import build as building
 from shardwise.train import evaluate, sources
 from shardwise.train import steps as stepping
@@ -171,11 +171,8 @@ def _same(documents: Any) -> Any:
 
 
 def swapped_betas() -> AbstractContextManager[Any]:
-    def make(named: Any, train: Any, *more: Any) -> Any:
-        optimizer = adamw.make_optimizer(named, train, *more)
-        for group in optimizer.param_groups:
-            group["betas"] = group["betas"][::-1]
-        return optimizer
+    def make(named: Any, settings: Any, *more: Any) -> Any:
+        return make_optimizer(named, settings.model_copy(update={"betas": settings.betas[::-1]}), *more)
 
     return patch.object(building, "make_optimizer", make)
 
@@ -193,10 +190,10 @@ def ignored_targets_in_the_divisor() -> AbstractContextManager[Any]:
 
 
 def decayed_norms() -> AbstractContextManager[Any]:
-    def make(named: Any, train: Any, *more: Any) -> Any:
-        optimizer = adamw.make_optimizer(named, train, *more)
+    def make(named: Any, settings: Any, *more: Any) -> Any:
+        optimizer = make_optimizer(named, settings, *more)
         for group in optimizer.param_groups:
-            group["weight_decay"] = train.weight_decay
+            group["weight_decay"] = settings.weight_decay
         return optimizer
 
     return patch.object(building, "make_optimizer", make)
@@ -212,14 +209,14 @@ def epsilon_inside_the_root() -> AbstractContextManager[Any]:
 
     def update(optimizer: Any, lr: float, divide_by: Tensor, skip: Tensor) -> None:
         for group in optimizer.param_groups:
-            beta1, beta2 = group["betas"]
+            beta1, beta2 = optimizer.settings.betas
             for weight in group["params"]:
                 state = optimizer.state[weight]
                 gradient = weight.grad / divide_by
                 step = state["step"] = state.get("step", 0) + 1
                 first = state["first"] = beta1 * state.get("first", 0.0) + (1 - beta1) * gradient
                 second = state["second"] = beta2 * state.get("second", 0.0) + (1 - beta2) * gradient**2
-                root = (second / (1 - beta2**step) + group["eps"]).sqrt()
+                root = (second / (1 - beta2**step) + optimizer.settings.epsilon).sqrt()
                 weight.data.mul_(1 - lr * group["weight_decay"]).sub_(lr * first / (1 - beta1**step) / root)
 
     return patch.object(stepping, "update", update)

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import AXES, PRESETS, Config, context_attention, from_tables, read, to_toml
+from shardwise.config.parameters import count
 from shardwise.data import Dataset, check_vocabulary
-from shardwise.plan import choose, count, make_schedule, stage_blocks
+from shardwise.plan import choose, make_schedule, stage_blocks
 from shardwise.verify.shrink import shrink
 
 KEPT = {
@@ -21,7 +22,8 @@ KEPT = {
     "normalise_routing",
               "balance_loss", "balance_bias", "router_z_loss", "rope_theta", "rope_scale"),
     "data": ("reset_attention", "held_out"),
-    "train": ("recompute", "precision", "clip", "seed", "betas", "weight_decay", "schedule"),
+    "train": ("recompute", "precision", "clip", "seed", "schedule"),
+    "optimizer": ("name", "betas", "weight_decay"),
     "layout": ("zero", "schedule", "stages_per_rank", "offload"),
 }  # fmt: skip
 LLAMA_70B = {"preset": "llama3-70b"}

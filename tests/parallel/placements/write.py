@@ -22,11 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm import Comm
 from shardwise.config import Config, from_tables
+from shardwise.config.parameters import parameter_shapes
 from shardwise.mesh import Worker, join
 from shardwise.optim import local
 from shardwise.parallel import parallelise
 from shardwise.parallel.holdings import Slices, describe, own_slices
-from shardwise.plan import Plan, choose, parameter_shapes
+from shardwise.plan import Plan, choose
 
 HERE = Path(__file__).parent
 TRAIN = {"global_batch": 48, "micro_batch": 1}
@@ -126,7 +127,7 @@ def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        parallel = parallelise(config, plan, Comm(join(worker, plan.layout)))
+        parallel = parallelise(plan, Comm(join(worker, plan.layout)))
     own = own_slices(parallel)
     for name, parameter in parallel.named_parameters():
         lengths = tuple(part.stop - part.start for part in own[name])

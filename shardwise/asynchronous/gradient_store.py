@@ -1,0 +1,128 @@
+"""What one server of a parameter server holds for its workers: the newest weights, and pushed gradients.
+
+A worker is known by the name of its connection. When the connection ends, a gradient that the worker pushed
+may still count, if the scheduler knows of it. It is dropped once two updates in a row do not list it: one
+list may have been written before the worker's last message reached the scheduler, the next was not.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.asynchronous.wire import Wire
+from shardwise.codecs import RowCodec
+from shardwise.resilience.channel import UntrustedMessage
+
+Key = tuple[str, int]
+"""The worker and the portion of a pushed gradient."""
+Slices = Mapping[str, tuple[slice, ...]]
+"""What a server holds of each parameter."""
+
+
+class GradientStore:
+    """The weights and the pushed gradients of one server; all flat, in the order of its slices."""
+
+    def __init__(self, slices: Slices, dtype: torch.dtype, codec: RowCodec | None = None) -> None:
+        """`codec` says how gradients are encoded; None: they are sent as they are."""
+        self.slices, self.dtype = slices, dtype
+        self._codec = codec
+        self.numbers = sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
+        self._lock = threading.Condition()
+        self._version, self._weights = -1, torch.empty(0)
+        self._closed = False
+        self._gradients: dict[Key, Tensor] = {}
+        self._spare: list[Tensor] = []
+        self._gone: set[str] = set()
+        """Workers whose connections have ended."""
+        self._forgotten: set[Key] = set()
+        """Gradients of such workers that the last update did not list."""
+
+    def publish(self, version: int, weights: Tensor) -> None:
+        """Hand out these weights from now on. They must not be changed any more: they may be on their way to
+        a worker for a long time."""
+        with self._lock:
+            self._version, self._weights = version, weights
+            self._lock.notify_all()
+
+    def weights(self, least: int) -> tuple[int, Tensor]:
+        """Return the newest version and its weights. Waits for the version `least`: servers do not reach a
+        version at the same moment."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._version >= least or self._closed)
+            if self._version < least:
+                raise EOFError("the server ends")
+            return self._version, self._weights
+
+    def close(self) -> None:
+        """Raise in all threads that wait for weights."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Bytes of a gradient as it is sent."""
+        return (
+            self.numbers * self.dtype.itemsize
+            if self._codec is None
+            else self._codec.wire_bytes(self.numbers)
+        )
+
+    def read(self, wire: Wire, portion: int) -> Tensor:
+        """Return the gradient of a portion, which follows the message that was just received."""
+        gradient = self.room()
+        if self._codec is None:
+            wire.read(gradient)
+            return gradient
+        encoded = torch.empty(1, self.pushed_bytes, dtype=torch.uint8)
+        wire.read(encoded)
+        try:
+            self._codec.decode(encoded, gradient.unsqueeze(0), seed=portion)
+        except (RuntimeError, IndexError) as error:
+            raise UntrustedMessage(f"a gradient that cannot be decoded: {error}") from None
+        return gradient
+
+    def room(self) -> Tensor:
+        """Return memory for a gradient."""
+        with self._lock:
+            return self._spare.pop() if self._spare else torch.empty(self.numbers, dtype=self.dtype)
+
+    def put(self, key: Key, gradient: Tensor) -> None:
+        """Store a pushed gradient."""
+        with self._lock:
+            self._let_go(key)
+            self._gradients[key] = gradient
+
+    def gone(self, worker: str) -> None:
+        """The connection of this worker has ended."""
+        with self._lock:
+            self._gone.add(worker)
+
+    def take(self, used: Sequence[Key], brought: Iterable[Key], dropped: Iterable[Key]) -> list[Tensor]:
+        """Return the gradients of an update in the order of `used`; `give_back` ends their use. `brought` are
+        those that count in a later update, `dropped` those that never count."""
+        with self._lock:
+            for key in dropped:
+                self._let_go(key)
+            taken = [self._gradients.pop(key) for key in used]
+            unknown = {key for key in self._gradients if key[0] in self._gone} - set(brought)
+            for key in unknown & self._forgotten:
+                self._let_go(key)
+            self._forgotten = unknown - self._forgotten
+            self._gone &= {worker for worker, _ in self._gradients}
+            return taken
+
+    def give_back(self, taken: Iterable[Tensor]) -> None:
+        """The gradients that `take` returned are summed: their memory is used again."""
+        with self._lock:
+            self._spare.extend(taken)
+
+    def _let_go(self, key: Key) -> None:
+        gradient = self._gradients.pop(key, None)
+        if gradient is not None:
+            self._spare.append(gradient)

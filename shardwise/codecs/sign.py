@@ -1,0 +1,52 @@
+"""Signs (Karimireddy et al. 2019): one bit for each number, and the mean magnitude of each block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.codecs.blocks import BlockCodec
+from shardwise.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
+
+@dataclass(frozen=True)
+class Sign(BlockCodec):
+    """Sends the sign of each number: n / 8 bytes and the scales."""
+
+    name = "sign"
+    sends = "its sign, and the mean magnitude of each block"
+    kind = "sign"
+    host_nanoseconds = (10.0, 5.0)
+
+    @property
+    def gpu_share(self) -> float:
+        """Measured on an H200 with 268 M numbers."""
+        return 0.84
+
+    @property
+    def bits(self) -> int:
+        """1 bit."""
+        return 1
+
+    @property
+    def largest_code(self) -> float:
+        """The scale itself."""
+        return 1.0
+
+    def scale(self, magnitudes: Tensor, sizes: Tensor) -> Tensor:
+        """Return the mean magnitude."""
+        return magnitudes.sum(-1, keepdim=True) / sizes
+
+    def to_codes(self, scaled: Tensor, draws: Tensor | None) -> Tensor:
+        """Return 1 for numbers that are not negative, else 0."""
+        return (scaled >= 0).to(torch.uint8)
+
+    def to_numbers(self, codes: Tensor) -> Tensor:
+        """Return 1 or -1."""
+        return codes.float().mul_(2).sub_(1)

@@ -1,0 +1,121 @@
+"""Settings that change nothing: every rule about them, of two kinds.
+
+A setting that can have no effect on any devices is refused, because whoever wrote it expects one
+(config/check.py lists those rules). A setting that has no effect with the layout and the devices of one run
+is named in that run's header instead, because the same job may run elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.config.compression import SETTINGS
+from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.config.schema import Config, Layout, Model, Train
+from shardwise.drivers.registry import driver_of
+from shardwise.section import Section
+
+_OF_EXPERTS = (
+    "experts_per_token",
+    "expert_ffn",
+    "shared_experts",
+    "balance_loss",
+    "balance_bias",
+    "router_z_loss",
+)
+_OF_FLOAT8 = ("float8_scaling", "float8_head", "float8_leave_out")
+
+
+# -- refused: no effect on any devices -----------------------------------------------------------------------
+
+
+def window_settings(model: Model) -> Iterator[str]:
+    """Refuse a choice of blocks for a window that is not there."""
+    if model.window is None and model.window_layers != "all":
+        yield (
+            f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, "
+            f"or leave both out"
+        )
+
+
+def expert_settings(model: Model) -> Iterator[str]:
+    """Refuse settings of experts in a model that has none."""
+    for name in () if model.experts else _OF_EXPERTS:
+        if value := getattr(model, name):
+            yield (
+                f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
+            )
+
+
+def float8_settings(train: Train) -> Iterator[str]:
+    """Refuse settings of float8 in another precision."""
+    given = [name for name in _OF_FLOAT8 if not _is_default(train, name)]
+    if given and train.precision != "float8":
+        yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
+
+
+def compression_settings(layout: Layout) -> Iterator[str]:
+    """Refuse settings of compression without a codec."""
+    for name in SETTINGS if layout.compression is None else ():
+        if not _is_default(layout, name):
+            yield (
+                f"layout.{name} = {getattr(layout, name)!r}: has no effect without layout.compression; leave "
+                f"it out, or name a codec"
+            )
+
+
+def settings_of_driver(driver: str, section: Section) -> Iterator[str]:
+    """Refuse settings of a driver that is not the job's."""
+    for name in section.changed_keys():
+        yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
+
+
+def _is_default(section: Section, name: str) -> bool:
+    return bool(getattr(section, name) == type(section).model_fields[name].default)
+
+
+# -- named in a run's header: no effect in this run ----------------------------------------------------------
+
+
+def idle_settings(config: Config, layout: Layout, on_cpu: bool, gpus: int) -> list[str]:
+    """The settings that have no effect in this run, and why: with the layout that was chosen, on devices that
+    are CPUs or not, on a machine with so many GPUs."""
+    idle = {
+        **_idle_in_layout(config, layout),
+        **_idle_on_devices(config, layout, on_cpu, gpus),
+        **_idle_in_training(config),
+    }
+    return [note for note, is_idle in idle.items() if is_idle]
+
+
+def _idle_in_layout(config: Config, layout: Layout) -> dict[str, bool]:
+    asked, alone = config.layout.zero, layout.pipeline == 1
+    return {
+        f"layout.zero = {asked}: no other device holds the same weights": bool(asked) and layout.zero == 0,
+        f"layout.schedule = {layout.schedule!r}: there is no pipeline": alone
+        and layout.schedule != DEFAULT_SCHEDULE,
+        "layout.stages: there is no pipeline": alone and bool(layout.stages or layout.stages_per_rank),
+        f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
+        and layout.attention != "auto",
+    }
+
+
+def _idle_on_devices(config: Config, layout: Layout, on_cpu: bool, gpus: int) -> dict[str, bool]:
+    unused_gpus = on_cpu and gpus > 0 and config.run.device == "auto" and not driver_of(config).ranks_on_host
+    return {
+        "layout.offload: states are in host memory already": layout.offload and on_cpu,
+        "GPUs: there are more workers than GPUs, so all compute on the CPU; with run.device=cuda they "
+        "share": unused_gpus,
+        "train.deterministic: CPUs add in one order anyway": on_cpu and config.train.deterministic,
+    }
+
+
+def _idle_in_training(config: Config) -> dict[str, bool]:
+    train = config.train
+    return {
+        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
+        "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
+        f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
+        "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0
+        and train.steps == 1,
+    }

@@ -1,0 +1,54 @@
+"""Synchronous training in which a faster device gets more rows of the global batch.
+
+All ranks know how long each of them computed in the steps before, and come to the same shares
+(train/shares.py). The loss is a sum over the tokens of the whole batch, so who computes a row changes
+rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from shardwise.drivers.driver import Driver, RankDriver
+
+if TYPE_CHECKING:
+    from shardwise.resilience.worker_link import WorkerLink
+    from shardwise.train.build import Training
+    from shardwise.train.sources import Source
+
+
+class BySpeed(Driver):
+    """All devices in lockstep, with rows in proportion to their speed."""
+
+    name = "by-speed"
+    summary = "all devices in lockstep, and a faster one gets more rows, which changes only rounding"
+    refused_axes: ClassVar[Mapping[str, str]] = {
+        "pipeline": "the stages of a pipeline send each other messages of one size"
+    }
+    varies_rows = True
+
+    def settings_without_effect(self, training: Training) -> list[str]:
+        layout = training.plan.layout
+        alone = layout.zero == 0 and layout.world == layout.data_parallel
+        if training.mesh.device.type == "cpu" or alone:
+            return []
+        return [
+            "train.driver = 'by-speed': on GPUs only with data alone and zero = 0 can a device's work be "
+            "told from its waiting"
+        ]
+
+    def on_rank(self, training: Training) -> RowsBySpeedRank:
+        return RowsBySpeedRank()
+
+
+class RowsBySpeedRank(RankDriver):
+    """A rank whose number of rows changes with its speed."""
+
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
+        from shardwise.train.sources import OwnRows
+
+        return OwnRows(training, by_speed=True)
+
+    def rows(self, training: Training) -> str:
+        return "its share of the global batch"

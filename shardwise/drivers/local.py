@@ -1,0 +1,237 @@
+"""Groups of devices that train by themselves and exchange weights now and then: local SGD, and DiLoCo.
+
+A group has the whole layout, its own rows of every global batch, and its own optimizer. After every
+`local.sync_every` steps an outer optimizer makes a step on the mean of what the groups moved by
+(drivers/outer_optimizer.py), and all groups go on from there. The model of the run is what the groups
+agreed on last: the *anchor*. Between two exchanges nothing crosses between groups, so whatever all of them
+must agree on (to stop, to save) is agreed on when they exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from shardwise.drivers.driver import Driver, leave_out, sums_gradients_only
+from shardwise.drivers.synchronous import OwnRowsRank
+from shardwise.errors import ConfigError
+from shardwise.plurals import counted
+from shardwise.section import Degree, NonNegative, Positive, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardwise.checkpoint import Manifest
+    from shardwise.checkpoint.save import State
+    from shardwise.config import Config, Layout, Recovery, Train
+    from shardwise.drivers.outer_optimizer import OuterOptimizer
+    from shardwise.plan import Plan
+    from shardwise.train.build import Training
+    from shardwise.train.planner import Planner
+
+
+class LocalSettings(Section):
+    """Groups that train by themselves and exchange weights now and then (`train.driver = "local"`); the
+    layout is that of one group."""
+
+    groups: Degree = Field(
+        2,
+        description="number of groups; each has the whole layout, so 2 groups with layout.data = 2 are 4 "
+        "workers",
+    )
+    sync_every: Positive = Field(50, description="steps between two exchanges")
+    learning_rate: float = Field(
+        0.7,
+        gt=0,
+        description="learning rate of the outer step, on the mean of what groups moved by; 1: the mean "
+        "itself",
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step")
+    fragments: Positive = Field(
+        1, description="parts of the model that are exchanged in turn, evenly over `sync_every` steps"
+    )
+    overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
+    compression: Literal["bfloat16", "float16", "float8", "int8", "int4"] | None = Field(
+        None, description="how differences are sent; left out: as they are"
+    )
+
+
+def local_settings(config: Config) -> LocalSettings:
+    """Return the table of local training."""
+    table = getattr(config, LocalGroups.name)
+    assert isinstance(table, LocalSettings), "the schema made it"
+    return table
+
+
+def _cut(train: Train, local: LocalSettings) -> Iterator[str]:
+    from shardwise.config import divisors
+
+    if train.global_batch % local.groups:
+        yield (
+            f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; "
+            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
+        )
+    each = local.sync_every // local.fragments
+    if local.sync_every % local.fragments:
+        yield (
+            f"local.fragments = {local.fragments}: does not divide local.sync_every = {local.sync_every}; "
+            f"use one of {', '.join(map(str, divisors(local.sync_every)))}"
+        )
+    elif local.overlap >= each:
+        yield (
+            f"local.overlap = {local.overlap}: an exchange has to be over before the next begins, after "
+            f"{each} steps; use at most {each - 1}"
+        )
+
+
+def _numbers(train: Train) -> Iterator[str]:
+    what = "train.driver = 'local'"
+    if train.precision == "float16":
+        yield (
+            f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or "
+            f"float32"
+        )
+    if train.state_dtype == "bfloat16":
+        yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
+
+
+def _layout(layout: Layout) -> Iterator[str]:
+    what = "train.driver = 'local'"
+    if layout.offload:
+        yield f"{what}: groups exchange what is on the devices; leave layout.offload out"
+    exchanged = "; what groups exchange is local.compression"
+    yield from leave_out(what, "layout", layout, ("compression", "weight_compression"), exchanged)
+
+
+def _copies(recovery: Recovery) -> Iterator[str]:
+    if recovery.copies:
+        yield "recovery.copies: not with train.driver = 'local', whose groups differ; leave it out"
+
+
+class LocalGroups(Driver):
+    """Groups of devices train by themselves and exchange weights now and then."""
+
+    name = "local"
+    summary = "groups of devices that train by themselves and exchange weights now and then"
+    settings = LocalSettings
+    settings_summary = "groups that train by themselves"
+    rules = (_cut, _numbers, sums_gradients_only, _layout, _copies)
+    lockstep = False
+
+    def groups(self, config: Config) -> int:
+        return local_settings(config).groups
+
+    def saved_numbers(self, plan: Plan) -> int:
+        """The anchor, which is saved as the model, and its momentum come on top of each group's state."""
+        return super().saved_numbers(plan) + plan.parameters + (plan.parameters - plan.frozen)
+
+    def first_plan(self, planner: Planner) -> Plan:
+        return _plan_groups(planner, self.groups(planner.config), planner.devices)
+
+    def plan_on(self, planner: Planner, devices: int, least: int) -> Plan | None:
+        """As many groups of the first plan's size as there are devices for, and the batch divides into."""
+        size = planner.first.layout.world
+        for groups in range(devices // size, 0, -1):
+            if planner.config.train.global_batch % groups == 0 and groups * size >= least:
+                with suppress(ConfigError):
+                    return _plan_groups(planner, groups, groups * size)
+        return None
+
+    def describe_optimizer(self, config: Config, line: str) -> str:
+        every = local_settings(config).sync_every
+        return f"{line}; an outer step of all groups every {'step' if every == 1 else counted(every, 'step')}"
+
+    def on_rank(self, training: Training) -> LocalRank:
+        from shardwise.drivers.outer_optimizer import OuterOptimizer
+        from shardwise.parallel import build_plain
+
+        config, layout = training.config, training.plan.layout
+        sizes = {
+            name: parameter.numel()
+            for name, parameter in build_plain(training.plan.model).named_parameters()
+            if parameter.requires_grad
+        }
+        same_on = "data" if not layout.zero and layout.expert == 1 else None
+        settings, last = local_settings(config), config.train.steps
+        return LocalRank(OuterOptimizer(training.parallel, training.comm, settings, last, sizes, same_on))
+
+
+def _plan_groups(planner: Planner, groups: int, devices: int) -> Plan:
+    """Return the plan of this many groups: each on its part of the batch, as if it were alone."""
+    from shardwise.plan import choose
+
+    config = planner.config
+    if devices % groups:
+        on = counted(devices, "device")
+        raise ConfigError(f"the job on {on}", [f"local.groups = {groups}: does not divide {on}"])
+    train = config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
+    part = config.model_copy(update={"train": train})
+    return replace(choose(part, devices // groups, planner.memory_bytes, planner.parameters), groups=groups)
+
+
+class LocalRank(OwnRowsRank):
+    """A rank of one group: it trains on the group's rows, and exchanges weights with its peers in the other
+    groups."""
+
+    def __init__(self, outer: OuterOptimizer) -> None:
+        self.outer = outer
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        return self.outer.under_way
+
+    def hears_votes(self, step: int) -> bool:
+        return self.outer.exchanges_after(step)
+
+    def may_wait(self, step: int) -> bool:
+        return self.outer.waits_in(step)
+
+    def after_update(self, training: Training, votes: Tensor, again: Tensor) -> None:
+        """Exchange weights, if this is the step for it.
+
+        Scales of float8 are a group's own, so a group may have to make its step again while others do not. It
+        comes to the exchange once the step is made, and the others wait. That is why the host has to ask the
+        device here.
+        """
+        step = training.step + 1
+        if not self.outer.waits_in(step) or (training.parallel.scales is not None and bool(again)):
+            return
+        if self.outer.exchanges_after(step):
+            training.comm.all_reduce(votes, "group")
+        self.outer.after(step)
+
+    @contextmanager
+    def evaluated_weights(self, training: Training) -> Iterator[None]:
+        """The anchor is evaluated. Afterwards the group has its own weights again, and in float8 their
+        scales."""
+        with self.outer.anchor_in_model():
+            yield
+        if training.parallel.scales is not None:
+            training.parallel.scales.begin()
+
+    def begin(self, training: Training) -> None:
+        self.outer.reset_anchor()
+
+    def groups_in_checkpoint(self, training: Training) -> int:
+        return training.plan.groups
+
+    def state(self, training: Training, own: State) -> State:
+        return self.outer.state(own, training.mesh.coordinate("group"))
+
+    def state_to_fill(self, training: Training, own: State, manifest: Manifest) -> State:
+        if not manifest.groups:
+            return own
+        group = training.mesh.coordinate("group") % manifest.groups
+        return self.outer.state_to_fill(own, group, manifest.under_way)
+
+    def filled(self, training: Training, state: State, manifest: Manifest) -> None:
+        """A checkpoint of a run without groups is where all groups begin."""
+        if not manifest.groups:
+            self.outer.reset_anchor()
+            return
+        group = training.mesh.coordinate("group") % manifest.groups
+        self.outer.filled(state, group, manifest.under_way)

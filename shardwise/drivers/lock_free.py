@@ -1,0 +1,83 @@
+"""Updates without a lock: each micro-batch of a worker is an update of the weights that all workers share
+(Niu et al. 2011).
+
+A step of the run is a global batch, and every worker has its rows of it. But instead of adding up the
+gradients of its micro-batches, it makes an update with each, at once, in memory that all workers see
+(asynchronous/shared_memory.py). Within a step no worker waits for another. At its end all meet, because they
+have to agree on what is recorded, and whether to stop, to save or to evaluate. So a large global batch means
+few such waits, and a checkpoint never has half an update.
+
+One worker alone makes the updates of a synchronous run on one device whose global batch is a micro-batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from shardwise.asynchronous.shared_memory import SharedState
+from shardwise.data.batches import Batch
+from shardwise.optim import update
+from shardwise.plan.learning_rate import learning_rate
+from shardwise.train.build import Training
+from shardwise.train.sources import (
+    Drawn,
+    OwnRows,
+    Updates,
+    at_least_some,
+    count_items,
+    count_tokens,
+    forward_backward,
+)
+from shardwise.train.steps import divisor, gradient_norm
+
+
+class LockFree(OwnRows):
+    """Makes the updates of a step itself; other sources give a gradient for one update."""
+
+    def __init__(self, training: Training, shared: SharedState, takes_lock: bool) -> None:
+        super().__init__(training)
+        self.shared, self._takes_lock = shared, takes_lock
+
+    def draw(self) -> Drawn:
+        """Make an update with each micro-batch of this rank's rows."""
+        training, batch = self.training, self.next_batch()
+        tokens = count_tokens(training, batch)
+        items = count_items(training, batch, tokens)
+        loss, sums = torch.zeros((), dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+        for micro_batch in batch:
+            own = training.parallel.items(micro_batch)
+            mean, norm, counts = self._update(micro_batch, at_least_some(own))
+            loss += mean.double() * (own / items)
+            sums += torch.tensor([float(norm), *counts], dtype=torch.float64)
+            if not (mean + norm).isfinite():  # its gradient stays, so that it can be named
+                break
+        norms, *totals = training.comm.sum_over_data(sums)  # where all workers meet
+        return Drawn(
+            loss, tokens, self.checksum(batch), norm=norms / totals[0], updates=Updates(*map(int, totals))
+        )
+
+    def _update(self, batch: Batch, items: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
+        """Make the update of a micro-batch; return its mean loss over `items`, the norm of its gradient, and
+        the numbers of an `Updates`."""
+        training, clock, stamps = self.training, self.training.comm.clock, self.shared.stamps
+        lr = learning_rate(training.config.train, training.step + 1)
+        training.optimizer.zero_grad()
+        with clock.span("forward_backward"):
+            stamps.read()
+            loss = forward_backward(training, [batch], items)
+            norm = gradient_norm(training)
+            rows = self.shared.touched()
+        skip = (~(norm + loss).isfinite()).float()
+        with clock.span("optimizer"), self._lock():
+            conflicting = stamps.write(rows)
+            update(
+                training.optimizer, lr, divisor(training, norm), skip, shared=training.mesh.worker.world > 1
+            )
+            stamps.written()
+        return loss, norm, (1, int(conflicting > 0), len(rows), conflicting)
+
+    def _lock(self) -> AbstractContextManager[object]:
+        return self.shared.memory.locked() if self._takes_lock else nullcontext()

@@ -1,0 +1,35 @@
+"""Synchronous training: all devices make every step together.
+
+Each device computes the gradient of its own rows of the global batch. The gradients are summed, and all make
+the same update.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.drivers.driver import Driver, RankDriver
+
+if TYPE_CHECKING:
+    from shardwise.resilience.worker_link import WorkerLink
+    from shardwise.train.build import Training
+    from shardwise.train.sources import Source
+
+
+class Synchronous(Driver):
+    """All devices in lockstep, with as many rows each."""
+
+    name = "synchronous"
+    summary = "all devices in lockstep"
+
+    def on_rank(self, training: Training) -> OwnRowsRank:
+        return OwnRowsRank()
+
+
+class OwnRowsRank(RankDriver):
+    """A rank that computes the gradient of its own rows."""
+
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
+        from shardwise.train.sources import OwnRows
+
+        return OwnRows(training)

@@ -1,0 +1,75 @@
+"""The optimizers that a job may name: ours, and those of other packages.
+
+A package adds an optimizer by an entry point of the group `shardwise.optimizers`, whose name is the one that
+a job writes and whose value is the class:
+
+    [project.entry-points."shardwise.optimizers"]
+    mine = "my_package.optimizer:Mine"
+
+It is imported when a job names it, and not before.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from shardwise.errors import UserError, shown
+from shardwise.optimizers.adamw import AdamW
+from shardwise.optimizers.base import Optimizer
+from shardwise.optimizers.lion import Lion
+from shardwise.optimizers.onebit_adam import OneBitAdam
+from shardwise.optimizers.sgd import SGD
+
+GROUP = "shardwise.optimizers"
+DEFAULT = "adamw"
+"""The optimizer of a job that names none."""
+BUILT_IN: dict[str, type[Optimizer]] = {
+    str(kind.model_fields["name"].default): kind for kind in (AdamW, OneBitAdam, SGD, Lion)
+}
+"""By the name that a job writes."""
+
+
+def find(name: str) -> type[Optimizer]:
+    """Return the optimizer of this name; a `UserError` says that there is none, or why it cannot be used."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    for entry in entry_points(group=GROUP, name=name):
+        return _load(entry)
+    close = next(iter(difflib.get_close_matches(name, names(), n=1, cutoff=0.6)), None)
+    advice = f". Did you mean {close!r}?" if close else f"; known are: {', '.join(names())}"
+    raise UserError(f"optimizer.name = {shown(name)}: unknown optimizer{advice}")
+
+
+def names() -> list[str]:
+    """Return every name that a job may write, ours first."""
+    return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - BUILT_IN.keys())]
+
+
+def from_table(table: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer that an `[optimizer]` table describes."""
+    return kind_of(table).model_validate(table)
+
+
+def kind_of(table: Mapping[str, Any]) -> type[Optimizer]:
+    """Return the optimizer whose settings the table has: the one that it names, or the default."""
+    name = table.get("name", DEFAULT)
+    return find(name) if isinstance(name, str) else BUILT_IN[DEFAULT]
+
+
+def _load(entry: EntryPoint) -> type[Optimizer]:
+    package = f" of {entry.dist.name}" if entry.dist else ""
+    what = f"optimizer.name = {entry.name!r}: the entry point {entry.value}{package}"
+    try:
+        kind = entry.load()
+    except Exception as error:  # a package of others may raise anything
+        raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise UserError(f"{what} is no class that derives from shardwise.optimizers.Optimizer")
+    if missing := sorted(kind.__abstractmethods__):
+        raise UserError(f"{what} lacks {', '.join(missing)}")
+    if (declared := kind.model_fields["name"].default) != entry.name:
+        raise UserError(f"{what} declares name = {declared!r}; give both the same name")
+    return kind

@@ -1,0 +1,198 @@
+"""The record of a step: what the host reads of it, and the `Step` that is made of that.
+
+The numbers of a step are put together on the device and read once. That is the only wait of the host for the
+device in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import EXPOSED
+from shardwise.drivers.registry import driver_of
+from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
+from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
+from shardwise.train.build import Training
+from shardwise.train.float8_look import by_layer
+from shardwise.train.sources import Drawn, Updates
+from shardwise.train.votes import Shared
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did; numbers are the same on every rank, spans and collectives are this
+    rank's."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    spans: dict[str, float]
+    collectives: dict[str, dict[str, int]]
+    communication: AxisTimes
+    """For how long something was under way on each axis, and how much of that was hidden; empty on a GPU."""
+    memory_bytes: int
+    loss_scale: float
+    skipped: bool
+    stop: bool
+    save: bool
+    """Whether the main rank's clock says that a save is due."""
+    data: str
+    """A checksum of the sequences of the global batch, 14 hexadecimal digits: the same on every layout."""
+    ended: float
+    """When the step was done, in seconds since 1970."""
+    rank_seconds: tuple[tuple[float, float], ...] = ()
+    """(compute, data) seconds of each rank in the step before, without waits; none after the first step, nor
+    on one device."""
+    rows: tuple[int, ...] = ()
+    """Rows of the global batch by data-parallel device; where their numbers differ from step to step."""
+    staleness: tuple[int, ...] = ()
+    """Staleness of the gradients in the sum; where workers brought them."""
+    dropped: int = 0
+    """Gradients that came after another of the same portion."""
+    updates: Updates | None = None
+    """Updates that workers made without a lock; None: the step is one update."""
+    stragglers: StragglerChange = field(default_factory=StragglerChange)
+    """Who began or ceased to be slow, by the step before; on the main rank only."""
+    float8: dict[str, tuple[float, float]] | None = None
+    """The worst tensor in float8 of each block and the head: the share of numbers lost below the range, and
+    the largest number relative to the range's end."""
+    again: int = 0
+    """How often the step was made again, because a tensor had outgrown its scale."""
+    expert_imbalance: float | None = None
+    """Load of the busiest expert of any layer, relative to an even load."""
+    expert_load: list[float] | None = None
+    """Load of each expert over all layers, relative to an even load."""
+
+    @property
+    def load_imbalance(self) -> float | None:
+        """How much longer the slowest rank worked on the step before than the fastest, relative to the mean;
+        None: not known."""
+        work = [sum(seconds) for seconds in self.rank_seconds if seconds[0] > 0]
+        return (max(work) - min(work)) / (sum(work) / len(work)) if work else None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the host reads of a step."""
+
+    shared: Shared
+    norm: float
+    tokens: int
+    again: bool
+    """Whether the step has to be made again, because a tensor outgrew its scale."""
+    loads: Sequence[float]
+    """With experts: the worst imbalance of a layer, and the load of every expert."""
+    scaled: Sequence[float]
+    """In float8: three numbers for every scaled tensor."""
+
+
+class QueuedNumbers:
+    """The numbers of a step whose work is queued on the device."""
+
+    def __init__(
+        self, shared: Tensor, norm: Tensor, tokens: Tensor, again: Tensor, loads: Tensor, scaled: Tensor
+    ) -> None:
+        self._lengths = len(shared), 3, len(loads), len(scaled)
+        single = [number.to(shared).reshape(1) for number in (norm, tokens, again)]
+        self._numbers = torch.cat((shared, *single, loads.to(shared), scaled.to(shared)))
+
+    def read(self) -> Numbers:
+        """Wait for the device, and read."""
+        numbers = iter(self._numbers.tolist())
+        shared, single, loads, scaled = ([next(numbers) for _ in range(n)] for n in self._lengths)
+        norm, tokens, again = single
+        return Numbers(Shared.of(shared), norm, int(tokens), bool(again), loads, scaled)
+
+
+class StepRecorder:
+    """Makes a `Step` of what was read, one step after the other."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._watch = training, _watch_over(training)
+        self.last: Step | None = None
+        """The step before."""
+        self._again = 0
+
+    def made_again(self) -> None:
+        """The present step has to be made again, because a tensor outgrew its scale."""
+        self._again += not self._training.comm.only_to_look
+
+    def record(self, numbers: Numbers, drawn: Drawn, lr: float, scale: float, skipped: bool) -> Step:
+        """Return the record of the step that `training` has just reached."""
+        training, shared, before = self._training, numbers.shared, self.last
+        spans = training.comm.clock.finish()
+        if not training.parallel.waits_are_timed:
+            del spans[EXPOSED]
+        done = Step(
+            step=training.step,
+            loss=shared.loss,
+            gradient_norm=numbers.norm,
+            learning_rate=lr,
+            tokens=numbers.tokens * training.plan.groups,
+            seconds=spans.pop("total"),
+            spans=spans,
+            collectives=training.comm.ledger.take(),
+            communication=axis_times(training.comm.ledger.taken, training.comm.clock.waits()),
+            memory_bytes=peak_memory(training.mesh.device.type),
+            loss_scale=scale,
+            skipped=skipped,
+            stop=shared.stop,
+            save=shared.save,
+            data=f"{shared.checksum:014x}",
+            ended=present_time(),
+            rank_seconds=shared.rank_seconds if before else (),
+            rows=drawn.rows,
+            staleness=drawn.staleness,
+            dropped=drawn.dropped,
+            updates=drawn.updates,
+            float8=self._float8(numbers.scaled),
+            again=self._again,
+            expert_imbalance=numbers.loads[0] if numbers.loads else None,
+            expert_load=list(numbers.loads[1:]) if numbers.loads else None,
+        )
+        self.last, self._again = self._watched(done), 0
+        return self.last
+
+    def own_seconds(self) -> tuple[float, float]:
+        """Return this rank's (compute, data) seconds of the step before, without its waits; zeros where there
+        is none yet. Compute is zero where waits cannot be told from it.
+
+        On a GPU batches are fetched while the device computes. Only what the device had to wait for counts.
+        """
+        if self.last is None:
+            return 0.0, 0.0
+        layout, spans = self._training.plan.layout, self.last.spans
+        compute = spans["forward_backward"] + spans["optimizer"]
+        data = min(spans["data"], max(0.0, self.last.seconds - compute - spans.get(EXPOSED, 0.0)))
+        split = layout.pipeline * layout.context * layout.tensor * layout.expert > 1
+        unseen = self._training.mesh.device.type != "cpu" and split
+        return (0.0 if unseen or EXPOSED not in spans else compute), data
+
+    def _float8(self, scaled: Sequence[float]) -> dict[str, tuple[float, float]] | None:
+        scales = self._training.parallel.scales
+        return by_layer(scales, scaled) if scaled and scales is not None else None
+
+    def _watched(self, done: Step) -> Step:
+        """Return the step with who began or ceased to be slow, by the times of the step before."""
+        if self._watch is None or self.last is None:
+            return done
+        changed = self._watch.step(self.last.step, done.rank_seconds, self.last.seconds)
+        return replace(done, stragglers=changed)
+
+
+def _watch_over(training: Training) -> StragglerWatch | None:
+    """Return what looks for slow ranks, on the main rank. Ranks of one pipeline stage do the same work;
+    stages are outermost on the grid."""
+    world, stages = training.mesh.worker.world, training.plan.layout.pipeline
+    if world == 1 or not training.mesh.is_main or not driver_of(training.config).lockstep:
+        return None
+    size = world // stages
+    groups = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+    return StragglerWatch(world, training.config.recovery.straggler, groups)

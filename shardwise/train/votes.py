@@ -1,0 +1,89 @@
+"""What ranks tell each other in every step: one vector of float64, summed over all ranks.
+
+It holds the loss, the votes to stop or to save, the checksum of the sequences read (data/batches.py), and how
+long each rank worked on the step before, in a slot of its own. That is 32 bytes, and 16 for each rank. A
+checksum has up to 56 bits and is sent as two halves of 28, whose sums stay exact for more ranks than there
+can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwise.train.build import Training
+
+HALF = 1 << 28
+"""A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
+STOP, SAVE = 1.0, 0.5
+"""What a vote counts. Any rank may vote to stop; only the main rank looks at the clock and votes to save. So
+votes that add up to less than one are the main rank's. A run that stops saves anyway."""
+VOTES = slice(1, 2)
+"""Where the votes are in the vector."""
+
+
+def own_vote(training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]) -> float:
+    """Return this rank's vote; no vote in a step in which not all ranks hear it."""
+    if not training.rank_driver.hears_votes(training.step + 1):
+        return 0.0
+    if stop_asked():
+        return STOP
+    return SAVE if training.mesh.is_main and save_due() else 0.0
+
+
+def message_to_all(training: Training, checksum: int, vote: float, seconds: tuple[float, float]) -> Tensor:
+    """Return what this rank tells all others beside its loss; `seconds` are its (compute, data) seconds of
+    the step before."""
+    mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
+    high, low = divmod(checksum, HALF)
+    times = [(0.0, 0.0)] * (world if world > 1 else 0)
+    if times:
+        times[rank] = seconds
+    values = [vote, high, low, *(each for pair in times for each in pair)]
+    # From pinned memory: otherwise the host would wait for the device.
+    message = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
+    return message.to(mesh.device, non_blocking=True)
+
+
+def share(training: Training, numbers: Tensor) -> Tensor:
+    """Sum numbers over all devices that had other tokens or other stages; those of a tensor group had the
+    same."""
+    comm = training.comm
+    for axis in ("context", "pipeline"):
+        comm.all_reduce(numbers, axis)
+    comm.sum_over_data(numbers)
+    comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
+    return numbers
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks told each other in a step."""
+
+    loss: float
+    votes: float
+    checksum: int
+    rank_seconds: tuple[tuple[float, float], ...]
+    """(compute, data) seconds of each rank in the step before, without waits."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Shared:
+        """Read the summed vector."""
+        loss, votes, high, low, *times = numbers
+        pairs = tuple(zip(times[::2], times[1::2], strict=True))
+        return cls(loss, votes, int(high) * HALF + int(low), pairs)
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.votes >= STOP
+
+    @property
+    def save(self) -> bool:
+        """Whether the main rank's clock says that a save is due."""
+        return self.votes == SAVE

@@ -1,0 +1,5 @@
+"""Units of memory in bytes."""
+
+from __future__ import annotations
+
+GIB = 2.0**30
