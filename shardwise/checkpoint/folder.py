@@ -34,7 +34,7 @@ from shardwise.checkpoint.storage import Storage, parent, storage
 from shardwise.config import Model
 from shardwise.config.check import problems_across
 from shardwise.errors import Unreadable, UserError, shown
-from shardwise.files import may_pass, read_sealed, seal
+from shardwise.files import is_temporary, read_sealed, seal
 from shardwise.locks import take_lock
 from shardwise.plan import KeptLayout
 
@@ -159,7 +159,7 @@ def _content(where: Storage) -> bytes:
     except FileNotFoundError:
         raise UserError(f"{where.address} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
-        kind = Unreadable if may_pass(error) else UserError
+        kind = Unreadable if is_temporary(error) else UserError
         raise kind(f"{where.address}/{MANIFEST} cannot be read: {error}. {_advice(where)}") from None
 
 

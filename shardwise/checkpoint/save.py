@@ -54,7 +54,7 @@ from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
 from shardwise.config import Layout
 from shardwise.errors import RunFailed, Unreadable, UserError
-from shardwise.files import may_pass
+from shardwise.files import is_temporary
 from shardwise.mesh import Mesh
 
 State = dict[StateKey, Tensor]
@@ -493,5 +493,5 @@ def _load(state: State, contents: Contents) -> None:
     except (OSError, CheckpointException) as error:
         causes = list(error.failures.values()) if isinstance(error, CheckpointException) else [error]
         cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
-        kind = Unreadable if isinstance(cause, Unreadable) or may_pass(cause) else UserError
+        kind = Unreadable if isinstance(cause, Unreadable) or is_temporary(cause) else UserError
         raise kind(f"{contents.address} could not be loaded: {cause}") from None

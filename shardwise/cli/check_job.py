@@ -49,10 +49,10 @@ def _torch(sections: Sections) -> Iterator[str]:
 def _device(sections: Sections) -> Iterator[str]:
     """GPUs that are asked for must be there."""
     from shardwise.config import Run
-    from shardwise.mesh import on_gpus
+    from shardwise.mesh import uses_gpus
 
     if isinstance(run := sections.get("run"), Run) and run.device == "cuda":
-        on_gpus(1, run.device)
+        uses_gpus(1, run.device)
     yield from ()
 
 
@@ -66,7 +66,7 @@ def _extras(sections: Sections) -> Iterator[str]:
 
 def _data(sections: Sections) -> Iterator[str]:
     from shardwise.config import Data, Model
-    from shardwise.data.check import has_to_be_prepared, problems_of_data
+    from shardwise.data.check_data import has_to_be_prepared, problems_of_data
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
@@ -144,7 +144,7 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
     """Why nothing can be written to a folder, or to an address; one that is not there yet is not made."""
     from shardwise.checkpoint.storage import storage
     from shardwise.errors import UserError
-    from shardwise.observe.files import check_room
+    from shardwise.observe.record_files import check_room
 
     try:
         if "://" in folder or folder.startswith("memory:"):
@@ -189,8 +189,8 @@ def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
     """That none is possible on so many workers: known without the machine being measured, which takes minutes
     with many."""
     from shardwise.config.compression import AUTO
+    from shardwise.plurals import counted
     from shardwise.search.candidates import candidates, fixed_fields
-    from shardwise.words import counted
 
     fixed = fixed_fields(config)
     if config.layout.compression == AUTO or len((found := candidates(config, crew.most, fixed)).space):

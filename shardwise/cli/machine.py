@@ -18,34 +18,34 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
     it is kept in."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     if problem := torch_problem():
         raise UserError(
             f"no [cluster] given, and this machine cannot be measured: {problem}; or name one: "
             f"cluster.preset=h100x8"
         )
-    from shardwise.probe.local import local_workers
-    from shardwise.probe.quick import quick_cluster, remembered
+    from shardwise.probe.probe_workers import worker_count
+    from shardwise.probe.quick_probe import quick_cluster, valid_cache_file
 
-    count = local_workers(workers)
-    if remembered(count) is None:
+    count = worker_count(workers)
+    if valid_cache_file(count) is None:
         typer.echo(
             f"no [cluster] given: measuring this machine with {counted(count, 'worker')}, a few "
             f"seconds, once",
             err=True,
         )
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
-    return cluster, remembered(count)
+    return cluster, valid_cache_file(count)
 
 
 def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:
     """What to know before so many workers start here: that they share cores or GPUs, or that the job names
     another machine."""
-    from shardwise.mesh import cores, on_gpus
-    from shardwise.words import counted
+    from shardwise.mesh import cores, uses_gpus
+    from shardwise.plurals import counted
 
-    have_gpus = on_gpus(workers, device)  # as each of them will decide
+    have_gpus = uses_gpus(workers, device)  # as each of them will decide
     if have_gpus:
         yield from sharing(workers)
     elif workers > cores():
@@ -66,10 +66,10 @@ def with_device(overrides: Sequence[str] | None, device: str | None) -> list[str
 
 def sharing(workers: int) -> Iterator[str]:
     """What to know of more workers than GPUs, where they compute on these."""
-    from shardwise.mesh import local_gpus, share_gpus
-    from shardwise.words import counted
+    from shardwise.mesh import gpus_are_shared, local_gpus
+    from shardwise.plurals import counted
 
-    if share_gpus(workers):
+    if gpus_are_shared(workers):
         yield (
             f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each "
             f"other goes through host "
@@ -77,11 +77,11 @@ def sharing(workers: int) -> Iterator[str]:
         )
 
 
-def _unlike(named: Cluster, on_gpus: bool) -> str | None:
+def _unlike(named: Cluster, uses_gpus: bool) -> str | None:
     """What this machine has instead of the cluster's devices; None where it has such."""
     if named.device_type == "cpu":
-        return "computes on GPUs" if on_gpus else None
-    if not on_gpus:
+        return "computes on GPUs" if uses_gpus else None
+    if not uses_gpus:
         from shardwise.mesh import local_gpus
 
         return "has too few GPUs for its workers and computes on CPU cores" if local_gpus() else "has no GPU"

@@ -335,7 +335,7 @@ def _as_json(pipeline: _Pipeline) -> dict[str, Any]:
 def _as_text(pipeline: _Pipeline) -> str:
     from shardwise.cli.draw_schedule import draw_text, summary
     from shardwise.plan import peak_in_flight
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     schedule = pipeline.timeline.schedule
     rows = [f"{'rank':<6}{'activations':<13}{'idle':<8}stages"]

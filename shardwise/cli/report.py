@@ -44,7 +44,7 @@ def report(
     been predicted."""
     from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
-    from shardwise.observe.report import render, summarise
+    from shardwise.observe.render_report import render, summarise
     from shardwise.observe.trace import merge
     from shardwise.search.interval import advise
 
@@ -73,8 +73,8 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
     """Fold what was measured into a cluster file; what changed."""
     from shardwise.config import read
     from shardwise.errors import UserError
+    from shardwise.plurals import counted
     from shardwise.search.calibrate import LEAST_STEPS, calibrate
-    from shardwise.words import counted
 
     rows = summary["predicted_and_measured"]
     if not rows and summary["measured_steps"]:

@@ -77,9 +77,9 @@ def train(
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
     from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
-    from shardwise.mesh import Node, Worker, launched
+    from shardwise.mesh import Node, Worker, launch_mode
 
-    launch = launched()
+    launch = launch_mode()
     if isinstance(launch, Worker):
         config = _read_by_worker(job, overrides)
         with _holding(config) if launch.rank == 0 else nullcontext():
@@ -183,11 +183,11 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.drivers.registry import driver_of
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
-    from shardwise.resilience.first_node import FirstNodeFile
+    from shardwise.plurals import counted
+    from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.train.resume import resume_of
-    from shardwise.words import counted
 
     to_resume(resume_of(config))
     driver, nodes = driver_of(config), node.nodes if node else 1
@@ -204,7 +204,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     first_node = (
         FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
     )
-    with first_node.tell() if first_node and leads else nullcontext():  # the others wait for it
+    # The other nodes wait for this file.
+    with first_node.report_start_and_failure() if first_node and leads else nullcontext():
         if node is not None and leads and nodes > 1:
             check_resolves(node.address)
         if leads:
@@ -238,8 +239,8 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
-    from shardwise.probe.quick import remembered
-    from shardwise.resilience.server import start_server
+    from shardwise.probe.quick_probe import valid_cache_file
+    from shardwise.resilience.fork_server import start_server
     from shardwise.train.launch import WORKERS_IMPORT
     from shardwise.train.planner import Planner, left_to_the_planner
 
@@ -248,7 +249,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     cluster, file = asked_for(config.cluster), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
-        path = remembered(local_workers)
+        path = valid_cache_file(local_workers)
         if path is None and searches:
             start_server(WORKERS_IMPORT)  # the probe's workers are forked from the server that the run's are
             cluster, path = this_machine(local_workers)
@@ -274,11 +275,11 @@ def _check(planner: Planner) -> None:
         typer.echo(where + planner.searched, err=True)
     if planner.config.model.module is not None:
         from shardwise.checkpoint import to_resume
-        from shardwise.data import settled
+        from shardwise.data import with_data_settings
         from shardwise.train.check_module import check_first_values, check_module
         from shardwise.train.resume import resume_of
 
-        check_module(settled(planner.config), plan.layout)
+        check_module(with_data_settings(planner.config), plan.layout)
         for warning in () if to_resume(resume_of(planner.config)) else check_first_values(planner.config):
             typer.echo(f"warning: {warning}", err=True)
 
@@ -287,7 +288,7 @@ def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
     from shardwise.drivers.registry import driver_of
-    from shardwise.observe.files import check_room, check_run_files
+    from shardwise.observe.record_files import check_room, check_run_files
     from shardwise.train.resume import checkpoint_folder
 
     check_room(Path(config.run.folder), "run.folder", 0)
@@ -335,7 +336,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
     ):  # before anything is imported: one rank alone that leaves would keep the others waiting
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output
-        from shardwise.resilience.host_link import NoHost
+        from shardwise.resilience.worker_link import WorkerLink
         from shardwise.train.launch import log_to, newest_saved
         from shardwise.train.planner import planner_of_worker
         from shardwise.train.run import run
@@ -345,7 +346,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
         plan = planner_of_worker(config, worker).first
         if worker.rank == 0:
             _check_room(config, plan)
-        link = NoHost(worker, plan, signals)
+        link = WorkerLink(worker, plan, signals)
         try:
             with unblocked_output():
                 return run(config, link)

@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli.machine import with_device
 from shardwise.cli.signals import stopped_as_interrupted
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -139,12 +139,12 @@ def _on_gpus(result: ProofResult) -> str:
     """Of the processes of the layout; one device's are on the CPU."""
     if result.proof.config.run.device != "cuda":
         return ""
-    from shardwise.mesh import local_gpus, share_gpus
+    from shardwise.mesh import gpus_are_shared, local_gpus
 
     gpus = counted(local_gpus(), "GPU")
     return (
         f" that share {gpus} (transfers through host memory)"
-        if share_gpus(result.proof.world)
+        if gpus_are_shared(result.proof.world)
         else f" on {gpus}"
     )
 

@@ -19,8 +19,8 @@ from pydantic import Field
 from shardwise.drivers.driver import Driver, leave_out, sums_gradients_only
 from shardwise.drivers.synchronous import OwnRowsRank
 from shardwise.errors import ConfigError
+from shardwise.plurals import counted
 from shardwise.section import Degree, NonNegative, Positive, Section
-from shardwise.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,8 +40,8 @@ from shardwise.plan.memory import state_bytes
 from shardwise.plan.model_spec import ModelSpec
 from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plan.stages import stage_blocks
+from shardwise.plurals import counted
 from shardwise.units import GIB
-from shardwise.words import counted
 
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6

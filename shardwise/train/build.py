@@ -33,7 +33,7 @@ from shardwise.checkpoint.save import (
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.config.pretrained import TOKENIZER
-from shardwise.data import Dataset, settled
+from shardwise.data import Dataset, with_data_settings
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import find_template
 from shardwise.drivers.driver import RankDriver
@@ -44,7 +44,7 @@ from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
 from shardwise.plan import ModelSpec, Plan
-from shardwise.resilience.copies import Copies
+from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
 from shardwise.train.resume import checkpoint_folder
 from shardwise.train.shares import Shares
@@ -90,7 +90,7 @@ def build(
     """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
-    config = settled(config, dataset)
+    config = with_data_settings(config, dataset)
     asked = ModelSpec.of(config), config.optimizer, config.train.compile
     assert (plan.model, plan.optimizer, plan.compile) == asked, "the plan was made for another job"
     driver, train = driver_of(config), config.train
@@ -234,7 +234,7 @@ def save(training: Training, wait: bool = True) -> str:
     return address
 
 
-def keep_copy(training: Training, copies: Copies) -> None:
+def keep_copy(training: Training, copies: MemorySnapshots) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
     if not copies.due(training.mesh, training.step):
         return
@@ -248,7 +248,7 @@ def keep_copy(training: Training, copies: Copies) -> None:
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
-def recall(training: Training, copies: Copies) -> bool:
+def recall(training: Training, copies: MemorySnapshots) -> bool:
     """Continue from the copies in the workers' memories, if they have all of a step that is not older than
     what is saved."""
     if not copies.every:

@@ -37,7 +37,7 @@ from shardwise.parallel import build_plain
 from shardwise.parallel.tables import LOOKED_UP, table_of
 from shardwise.parallel.tensor import missing_entry, unfit
 from shardwise.plan import ModelSpec
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules that compute with statistics of the rows at hand."""

@@ -16,8 +16,8 @@ from shardwise.models.products import multiplies_in_float32
 from shardwise.plan import COPIES, ModelSpec, simulate
 from shardwise.plan.float8 import idle_float8
 from shardwise.plan.grid import describe_degrees
+from shardwise.plurals import counted
 from shardwise.train.build import Training
-from shardwise.words import counted
 
 
 def describe_run(training: Training) -> dict[str, str]:

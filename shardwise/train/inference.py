@@ -40,7 +40,7 @@ from shardwise.models import Remembering, Step, Transformer, attention_backends,
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
 from shardwise.plan import ModelSpec
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8

@@ -20,11 +20,12 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
-"""By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken
-away."""
+"""Variables by which a command takes itself for a part of another run (mesh/environment.py). The drill
+removes them.
+"""
 LOG_TAIL = 4000
 """Characters of the log that an error shows."""
 GONE_SECONDS = 10.0

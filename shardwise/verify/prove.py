@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import AXES, Config
-from shardwise.data import Dataset, check_vocabulary, settled
+from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.errors import UserError
+from shardwise.plurals import counted
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 from shardwise.verify.workers import Workers
-from shardwise.words import counted
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
 REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
@@ -132,7 +132,7 @@ def prove(
         check_sabotage(sabotage, proof)
     with preparing() as progress:
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
-    embedded = _check_module(replace(proof, config=settled(proof.config, dataset)))
+    embedded = _check_module(replace(proof, config=with_data_settings(proof.config, dataset)))
     check_vocabulary(dataset, proof.config.model.vocabulary)
     if proof.config.model.module is not None:
         proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))

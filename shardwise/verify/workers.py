@@ -1,8 +1,8 @@
 """Local processes for a proof: started in a moment, ended together, whatever happens.
 
 A proof runs seconds, and a process that imports torch takes as long. So one server imports it once and every
-worker is forked from there, which takes milliseconds each (resilience/forked.py); this process need not
-import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
+worker is forked from there, which takes milliseconds each (resilience/forked_process.py); this process need
+not import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
 *arguments)`, given as "module:function" (so that it need not be imported here), which meets its peers at a
 fresh port, and whose answers come back in rank order.
 
@@ -28,8 +28,16 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
-from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
-from shardwise.resilience.server import start_server
+from shardwise.resilience.fork_server import start_server
+from shardwise.resilience.forked_process import (
+    ForkedProcess,
+    ProcessDied,
+    end_processes,
+    fork_process,
+    free_port,
+    last_messages,
+    wait_for_messages,
+)
 
 PRELOAD = ["shardwise.verify.measure", "shardwise.verify.localise", "shardwise.verify.sums"]
 SECONDS = 600.0
@@ -50,10 +58,11 @@ class Workers:
     """So many local processes, for as long as the `with` block lasts."""
 
     def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
-        """`longest_delay`: seconds, of transfers between workers that share a GPU (mesh/through_host.py)."""
+        """`longest_delay` is in seconds, for transfers between workers that share a GPU
+        (mesh/host_memory_group.py)."""
         self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
-        self._started: list[Forked] = []
+        self._started: list[ForkedProcess] = []
 
     @property
     def folder(self) -> Path:
@@ -64,7 +73,7 @@ class Workers:
         start_server(PRELOAD)
         try:
             for rank in range(self.count):
-                self._started.append(fork(rank, _serve, (rank, self.longest_delay), self.folder))
+                self._started.append(fork_process(rank, _serve, (rank, self.longest_delay), self.folder))
         except BaseException:
             self._end()
             raise
@@ -85,25 +94,25 @@ class Workers:
         answers: dict[int, Any] = {}
         deadline, waiting = time.monotonic() + self.seconds, list(chosen)
         while waiting:
-            speaking = ready(waiting, deadline - time.monotonic())
+            speaking = wait_for_messages(waiting, deadline - time.monotonic())
             if not speaking:
                 raise RunFailed(self._no_answer([process.rank for process in waiting]))
             for process in speaking:
                 waiting.remove(process)
-                answer = process.hear()
-                if isinstance(answer, _TaskFailed | Died):
+                answer = process.receive()
+                if isinstance(answer, _TaskFailed | ProcessDied):
                     others = last_messages(waiting, lambda word: True)
                     raise self._cause(
-                        [answer, *(other for other in others if isinstance(other, _TaskFailed | Died))]
+                        [answer, *(other for other in others if isinstance(other, _TaskFailed | ProcessDied))]
                     )
                 answers[process.rank] = answer
         return [answers[process.rank] for process in chosen]
 
     def _end(self) -> None:
-        end(self._started)
+        end_processes(self._started)
         self._folder.cleanup()
 
-    def _cause(self, failures: Sequence[_TaskFailed | Died]) -> Exception:
+    def _cause(self, failures: Sequence[_TaskFailed | ProcessDied]) -> Exception:
         """The user's to mend before all else; then a death, then the first to fail."""
         for failure in failures:
             if isinstance(failure, _TaskFailed) and failure.status is not None:
@@ -112,7 +121,7 @@ class Workers:
                     if failure.status == RunFailed.status
                     else UserError(failure.message)
                 )
-        dead = [failure for failure in failures if isinstance(failure, Died)]
+        dead = [failure for failure in failures if isinstance(failure, ProcessDied)]
         if dead:
             return RunFailed(f"rank {dead[0].rank} of {self.count} failed:\n{dead[0].message}")
         first = min(
@@ -132,10 +141,10 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
     """What a worker does: task after task, until the pipe closes."""
     import torch
 
-    from shardwise.mesh import through_host
+    from shardwise.mesh import host_memory_group
 
     torch.set_num_threads(1)
-    through_host.longest_delay = longest_delay
+    host_memory_group.longest_delay = longest_delay
     while True:
         try:
             task, arguments, world, port, seconds = pipe.recv()

@@ -25,7 +25,7 @@ from shardwise.config import Config, Model, from_tables
 from shardwise.data.prepare import prepare
 from shardwise.data.tokens import Tokens
 from shardwise.errors import Unreadable, UserError
-from shardwise.observe.files import MetricsFile
+from shardwise.observe.record_files import MetricsFile
 from shardwise.train.resume import resume_of
 
 WEIGHT = StateKey.model("weight")

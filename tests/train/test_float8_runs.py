@@ -16,7 +16,7 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
-from shardwise.observe.report import render
+from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
