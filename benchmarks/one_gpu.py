@@ -6,9 +6,9 @@ far they are off.
 
 Each row is a proof (`shardwise verify ... --device cuda`) in float64 unless it says otherwise: three steps of
 one process on the CPU, and the same on workers that share the GPU, whose transfers go through host memory
-(shardwise/mesh/through_host.py). `delays`: each transfer begins after a random while of up to 5 milliseconds,
-so that a wait that is missing shows. The seconds are of the proof, whatever else the machine does; of the
-layout's speed on GPUs of its own they say nothing.
+(shardwise/mesh/host_memory_group.py). `delays`: each transfer begins after a random time of up to 5
+milliseconds, so that a missing wait shows. The seconds are those of the proof, whatever else the machine
+does; they say nothing about the layout's speed on GPUs of its own.
 
 The table is written anew after every row.
 """

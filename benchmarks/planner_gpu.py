@@ -32,7 +32,7 @@ from shardwise.cost.cluster_file import read_cluster
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker
 from shardwise.plan import choose
-from shardwise.probe.devices import data_sheet
+from shardwise.probe.device_speed import data_sheet
 from shardwise.search.forecast import forecast
 from shardwise.train.build import Training, build
 from shardwise.train.steps import steps

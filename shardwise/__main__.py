@@ -1,4 +1,4 @@
-"""`python -m shardwise` is the command `shardwise`."""
+"""Run the command `shardwise` by `python -m shardwise`."""
 
 from shardwise.cli.main import main
 

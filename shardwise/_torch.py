@@ -1,6 +1,6 @@
-"""Everything shardwise takes from private parts of torch, in one place, each with its reason.
+"""Everything that shardwise uses from private parts of torch, in one place, each with its reason.
 
-A new torch release is checked against this file first.
+Check a new torch release against this file first.
 """
 
 from __future__ import annotations
@@ -23,30 +23,36 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
-"""Sees every operator while it is entered. Used all over the field, but torch has no public name for it."""
+"""A mode that sees every operator while it is active. torch has no public name for it."""
 
 
 def writes_to_its_input(operator: Any) -> bool:
-    """Whether an operator, as a dispatch mode sees it, changes one of its inputs. Only its private schema
-    tells."""
+    """Return whether an operator, as a dispatch mode sees it, changes one of its inputs.
+
+    Only the operator's private schema tells this.
+    """
     return bool(operator._schema.is_mutable)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number for the memory that a tensor is in, the same for its views. On the meta device there is no
-    address, and torch has no public name for it."""
+    """Return a number that identifies the storage of a tensor. It is the same for all views of the tensor.
+
+    torch has no public name for it, and tensors on the meta device have no address.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""torch 2.13 renames `all_gather_into_tensor`, which 2.11 has, and warns at each use of the old name."""
+"""All-gather into one tensor. torch 2.13 renamed `all_gather_into_tensor` and warns at each use of the old
+name.
+"""
 
 reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""Likewise for `reduce_scatter_tensor`."""
+"""Reduce-scatter from one tensor. torch 2.13 renamed `reduce_scatter_tensor` to this name."""
 
 
 _NOT_ENOUGH_MEMORY = (
@@ -55,12 +61,14 @@ _NOT_ENOUGH_MEMORY = (
     "Cannot allocate memory",
     "std::bad_alloc",
 )
-"""What torch writes into a RuntimeError where a CPU has not enough memory. It has no exception for that, and
-what follows the name of the allocator differs between processors."""
+"""Texts in torch's RuntimeError for a CPU without enough memory.
+
+torch has no exception for this case, and the text after the allocator's name depends on the processor.
+"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory for a tensor could not be allocated, on a CPU or a GPU."""
+    """Return whether an exception says that memory could not be allocated, on a CPU or a GPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -69,61 +77,70 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for products of bfloat16 numbers. torch has no public
-    name for that."""
+    """Return whether this processor has instructions for bfloat16 products. torch has no public function for
+    it.
+    """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )  # on other processors, it asks for the instructions
+    # On other processors this function checks for the instructions themselves.
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def set_activation_memory_budget(share: float) -> None:
-    """The compiler's trade of memory against recomputation; it has no public setting."""
+    """Set how much memory the compiler may use for activations before it recomputes them.
+
+    The setting is private.
+    """
     _functorch.activation_memory_budget = share
 
 
 def recompute_casts() -> None:
-    """Let the compiler make 8-bit copies of what backward has anyway once more, instead of keeping them: it
-    does not by itself where a product reads them. It has no public setting."""
+    """Let the compiler recompute 8-bit copies of tensors that backward has anyway, instead of saving them.
+
+    By default it saves a copy that a matrix product reads. The setting is private.
+    """
     _functorch.ban_recompute_materialized_backward = False
 
 
 def compute_deterministically() -> None:
-    """From now on this process's GPU runs only kernels that give the same bits again. Others add as threads
-    arrive; and the compiler chooses among kernels by timing them, which only a private setting stops.
+    """Let this process's GPU run only kernels that give the same bits in every run.
 
-    To be called before the GPU is first used, when cuBLAS reads its setting. torch refuses what has no such
-    kernel, by name.
+    Other kernels add numbers in the order in which threads arrive. The compiler also chooses kernels by
+    timing them, which only a private setting turns off. Call this before the GPU is first used, because
+    cuBLAS reads its setting then. torch raises an error that names any operator without a deterministic
+    kernel.
     """
     import torch._inductor.config as inductor
 
     os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads it before writing
+    # Nothing here reads uninitialized memory, so filling it would only cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if hasattr(inductor, "deterministic"):  # not in torch 2.11
         inductor.deterministic = True
 
 
 def lock_progress_bars_among_threads() -> None:
-    """The compiler walks its graphs behind a progress bar that nobody sees, and tqdm locks bars among
-    processes: by a semaphore, which Python calls leaked when a worker leaves at once. A worker's bars are its
-    own.
+    """Let tqdm lock its progress bars between the threads of this process only.
+
+    The compiler uses a hidden progress bar while it walks a graph. By default tqdm locks bars between
+    processes, with a semaphore that Python reports as leaked when a worker exits at once.
     """
     bar: Any = getattr(torch.hub, "tqdm", None)
-    if hasattr(bar, "set_lock"):  # else tqdm is not installed
+    if hasattr(bar, "set_lock"):  # it has none if tqdm is not installed
         bar.set_lock(threading.RLock())
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Join the axes of a mesh into one; still underscored in torch 2.11 to 2.13."""
+    """Return a mesh whose axes are joined into one. The method is still private in torch 2.11 to 2.13."""
     return mesh._flatten(name)
 
 
 def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The part of a mesh that these dimensions span, joined ones among them: torch warns that it wants
-    another way for those one day, and has none yet that is public.
+    """Return the part of a mesh that these axes span, including joined axes.
+
+    torch warns that slicing joined axes will work in another way one day, but there is no public way yet.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
@@ -131,17 +148,21 @@ def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def count_groups_anew() -> None:
-    """Groups are numbered, and peers find each other by these numbers. torch begins anew when it leaves its
-    groups, but not where joining the first one failed; a process that tries again would wait for its peers
-    under another number.
+    """Reset torch's counter of process groups.
+
+    Peers find each other by the number of a group. torch resets the counter when it destroys its groups, but
+    not when joining the first group fails. A process that tries again would wait for its peers under another
+    number.
     """
     dist.distributed_c10d._world.group_count = 0
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of how operations are split. They never forget by themselves, and every entry
-    holds the mesh it was made on: the groups of a team that has parted, with the threads and sockets of gloo,
-    would stay for as long as the process.
+    """Empty DTensor's caches of how operations are sharded.
+
+    The caches are never emptied by torch, and every entry holds the mesh that it was made for. Without this
+    call, the process groups of a former team, with gloo's threads and sockets, would stay as long as the
+    process.
     """
     from torch.distributed.tensor import _redistribute
 
@@ -149,16 +170,16 @@ def forget_meshes() -> None:
     propagator.propagate_op_sharding.cache.cache_clear()
     propagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
-    # Not all releases of torch have these two.
+    # Some releases of torch do not have these two functions.
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def inside_backward() -> bool:
-    """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own
-    checkpointing asks so.
+    """Return whether this thread runs a backward. A forward that runs there is a recomputation.
 
-    To be asked outside of compiled graphs, which would keep the answer of the day they were traced.
+    torch's activation checkpointing asks in the same way. Do not call this inside a compiled graph, which
+    would keep the answer from the time when it was traced.
     """
     return bool(torch._C._current_graph_task_id() != -1)
 
@@ -166,30 +187,34 @@ def inside_backward() -> bool:
 def pipeline_runtime(
     stages: list[Any], micro_batches: int, loss: Callable[[Any, Any], Any], actions: dict[int, list[str]]
 ) -> Any:
-    """torch's executor of a list of pipeline actions, which it completes with sends and receives. The
-    ready-made schedules are public, the executor behind them is not yet. Actions are written as in "3F0":
-    stage, kind, micro-batch.
+    """Return torch's executor of a list of pipeline actions. It adds the sends and receives itself.
+
+    torch's ready-made schedules are public, but the executor behind them is not. An action is written as
+    "3F0": stage, kind and micro-batch.
     """
-    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime  # a second to import
+    # Importing this module takes a second.
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
         stages, micro_batches, loss_fn=loss, scale_grads=False
     )
-    parsed = {rank: [_Action.from_str(action) for action in own] for rank, own in actions.items()}
+    parsed = {rank: [_Action.from_str(action) for action in texts] for rank, texts in actions.items()}
     runtime._prepare_schedule_with_comms(parsed)
     return runtime
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    """What FSDP2 keeps of a unit: one group of parameters, which torch 2.11 keeps under another name."""
+    """Return FSDP2's parameter groups of a unit. torch 2.11 stores its only group under another name."""
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def forget_forwards(unit: FSDPModule) -> None:
-    """Drop FSDP2's record of forwards that no backward followed. It prefetches weights in a backward by that
-    record, and after an evaluation the next backward would gather weights that it does not use.
+    """Delete FSDP2's record of forwards that were not followed by a backward.
+
+    FSDP2 prefetches weights in a backward in the order of that record. After an evaluation the next backward
+    would otherwise gather weights that it does not use.
     """
     for group in _groups(unit):
         group._post_forward_indices.clear()
@@ -197,9 +222,11 @@ def forget_forwards(unit: FSDPModule) -> None:
 
 
 def reduce_gathered(unit: FSDPModule) -> None:
-    """Reduce the gradients that FSDP2 holds whole, now; where it is told not to, add to them what has come,
-    in the dtype of sums. It does so by itself when a backward ends; after the halves of a split backward,
-    which autograd's hooks do not see, it has to be told, as torch's own pipeline stages do.
+    """Reduce the unsharded gradients of an FSDP2 unit now.
+
+    If reduction is turned off, add the new gradients to the unsharded sums, in the dtype of sums. FSDP2 does
+    this itself at the end of a backward. After the two halves of a split backward, which autograd's hooks do
+    not see, it must be called, as torch's own pipeline stages do.
     """
     for group in _groups(unit):
         group.post_backward()
@@ -210,17 +237,20 @@ class UnitPiece:
     """A parameter of an FSDP2 unit."""
 
     module: torch.nn.Module
+    """Module that the parameter belongs to."""
     name: str
-    """In that module."""
+    """Name of the parameter in its module."""
     shape: torch.Size
-    """Of one device's piece, padded where pieces are not equal."""
+    """Shape of one device's shard, padded where shards are not equal."""
     trained: bool
-    """Else it is frozen: gathered with the others, and without a gradient."""
+    """Whether the parameter is trained. A frozen one is gathered with the others and has no gradient."""
 
 
 def unit_pieces(unit: FSDPModule) -> Iterator[UnitPiece]:
-    """The parameters of a unit, in the order in which FSDP2 lays them one after the other; of gradients,
-    those trained."""
+    """Yield the parameters of a unit in the order in which FSDP2 puts them into its buffers.
+
+    The buffers of gradients contain only the trained ones.
+    """
     for group in _groups(unit):
         for parameter in group.fsdp_params:
             info, trained = parameter._module_info, parameter.sharded_param.requires_grad
@@ -229,26 +259,34 @@ def unit_pieces(unit: FSDPModule) -> Iterator[UnitPiece]:
 
 @torch.no_grad()
 def add_to_gradients(unit: FSDPModule, sums: torch.Tensor) -> None:
-    """Add to a unit's gradients what FSDP2 would have added: this device's pieces, which lie in `sums` as in
-    `unit_pieces`. Frozen weights have none."""
-    start = sums.storage_offset()  # where a stride begins is counted in the storage
+    """Add this device's shards of gradient sums to a unit's gradients, as FSDP2 would have done.
+
+    The shards are in `sums` in the order of `unit_pieces`. Frozen weights have none.
+    """
+    start = sums.storage_offset()  # `as_strided` counts from the beginning of the storage
     for group in _groups(unit):
-        for parameter in (own for own in group.fsdp_params if own.sharded_param.requires_grad):
+        for parameter in (each for each in group.fsdp_params if each.sharded_param.requires_grad):
             piece = torch.as_strided(sums, parameter.sharded_size, parameter.contiguous_sharded_stride, start)
             parameter.sharded_param.grad._local_tensor.add_(piece.to(parameter.sharded_param.grad.dtype))
             start += parameter.padded_sharded_param_size.numel()
 
 
 def end_backward(root: FSDPModule) -> None:
-    """Wait for the reductions, and leave FSDP2 as after an ordinary backward."""
+    """Wait for the reductions, and reset FSDP2 as after an ordinary backward."""
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def float8_mm(
-    left: torch.Tensor, right: torch.Tensor, of_left: torch.Tensor, of_right: torch.Tensor, dtype: torch.dtype
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale_left: torch.Tensor,
+    scale_right: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`left @ right` of float8 numbers, times a factor for each; torch has no public name for it yet. `right`
-    lies column by column."""
+    """Return `left @ right` of float8 matrices, multiplied by one scale for each; `right` is column-major.
+
+    torch has no public name for it yet.
+    """
     return torch._scaled_mm(
-        left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=True
+        left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=dtype, use_fast_accum=True
     )

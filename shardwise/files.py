@@ -1,19 +1,18 @@
-"""Files from outside, through one reader: bounded, typed, and refused in one line that says file, place and
-reason. No torch.
+"""Read files from outside: with limits, with types, and with one line that says why a file is refused.
 
-A job from a colleague, a model from a hub, a run folder from another machine, a disk that flips a bit:
-whatever is read here may be anything. What is not a regular file or too large is never read, so that no pipe
-or device hangs a command. Text must be JSON or TOML that stays within what we ever write: nested at most
-`DEEPEST` times, numbers of a bounded length, and no control characters, which would reach a terminal as
-commands to it. pydantic then holds the values to the types of a schema.
+A job from a colleague, a model from a hub, a run folder from another machine or a file on a damaged disk may
+contain anything. This module imports no torch and does the following:
 
-What we write and later rely on is sealed: a JSON object whose last key is the CRC-32 of all that stands
-before it, so that one flipped bit is noticed. A seal is against damage, not against a hand that knows the
-format: meaning is checked as well.
-
-A file may name others only in its own folder (`inside`): no `..`, no absolute path, no link that leads out.
-Models on shared storage and in the hub's cache are folders of links on purpose: those are followed to regular
-files (`linked`).
+- It never reads what is not a regular file or is too large, so that no pipe or device blocks a command.
+- Text must be JSON or TOML within the limits of what shardwise itself writes: nested at most `MAX_DEPTH`
+  times, with numbers of limited length, and without control characters, which a terminal would obey as
+  commands. pydantic then checks the values against the types of a schema.
+- Files that shardwise writes and later relies on are sealed: they are JSON objects whose last key is the
+  CRC-32 of everything before it, so that one flipped bit is noticed. A seal protects against damage, not
+  against a person who knows the format, so the values are checked as well.
+- A file may name other files in its own folder only (`file_in_folder`): no `..`, no absolute path and no
+  link that points out of the folder. Models on shared storage and in the hub's cache are folders of links on
+  purpose; their links are followed to regular files (`file_or_link_in_folder`).
 """
 
 from __future__ import annotations
@@ -35,11 +34,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwise.errors import Unreadable, UserError, printable, shown
 
-LARGEST = 1 << 30
-"""Bytes of a file that is read whole; the list of tensors of the largest checkpoints is a few hundred MiB."""
-DEEPEST = 64
-"""Tables in tables; a plan has six."""
-_LASTING = (
+MAX_FILE_BYTES = 1 << 30
+"""Maximum size in bytes of a file that is read whole. The list of tensors of a huge checkpoint has a few
+hundred MiB.
+"""
+MAX_DEPTH = 64
+"""Maximum number of tables inside tables. A plan has six."""
+_PERMANENT_ERRORS = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -49,6 +50,7 @@ _LASTING = (
     errno.ELOOP,
     errno.EINVAL,
 )
+"""Error numbers that mean a wrong path or a missing permission, for which a later attempt does not help."""
 _NOT_REGULAR = "it is not a regular file"
 _SEAL = b',\n "crc32": '
 
@@ -56,33 +58,38 @@ T = TypeVar("T")
 
 
 def read_bytes(path: Path, advice: str = "") -> bytes:
-    """A whole file. One that is not there is the caller's to explain (`FileNotFoundError`); any other
-    obstacle is named here."""
+    """Return the content of a file.
+
+    A missing file raises `FileNotFoundError`, which the caller explains. Any other obstacle is a `UserError`.
+    """
     with reading(path, advice), open_regular(path, advice) as stream:
-        if os.fstat(stream.fileno()).st_size > LARGEST:
-            _refuse(path, f"is larger than {LARGEST >> 20} MiB", advice)
+        if os.fstat(stream.fileno()).st_size > MAX_FILE_BYTES:
+            _refuse(path, f"is larger than {MAX_FILE_BYTES >> 20} MiB", advice)
         return stream.read()
 
 
 @contextmanager
 def reading(source: str | Path, advice: str = "") -> Iterator[None]:
-    """Refuse a path that the system will not look at: no permission, a name too long, a disk that fails.
-    `Path.is_file` and the like raise these too; only that nothing is there (`FileNotFoundError`) is left to
-    the caller.
+    """Turn errors of the system inside the `with` block into a `UserError`, except `FileNotFoundError`.
+
+    Examples are a missing permission, a name that is too long and a failing disk. `Path.is_file` and similar
+    methods raise these errors too. The caller explains a missing file.
     """
     try:
         yield
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        if may_pass(error):
+    except (OSError, ValueError) as error:  # a path with a NUL character is a ValueError
+        if is_temporary(error):
             raise Unreadable(f"{source} cannot be read: {error}") from None
         _refuse(source, f"cannot be read: {getattr(error, 'strerror', None) or error}", advice)
 
 
 def open_regular(path: Path, advice: str = "") -> BinaryIO:
-    """A file to be read, if it is a regular one: a pipe that nobody writes to would block, and a device need
-    not end."""
+    """Open a file for reading if it is a regular file.
+
+    Opening a pipe without a writer would block, and a device may have no end.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -94,13 +101,16 @@ def open_regular(path: Path, advice: str = "") -> BinaryIO:
         raise
 
 
-def only_regular(path: str, flags: int) -> int:
-    """An `opener` for `open` that writes to regular files alone: a pipe would wait for its reader, and a
-    device need not keep anything. Others are an OSError, for which writers are prepared anyway."""
+def regular_file_opener(path: str, flags: int) -> int:
+    """Open regular files only; used as the `opener` of `open` for writing.
+
+    A pipe would block until it has a reader, and a device may not store anything. Both raise an OSError,
+    which callers that write files handle anyway.
+    """
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # of a pipe without a reader
+        if error.errno != errno.ENXIO:  # ENXIO: a pipe without a reader
             raise
         raise OSError(errno.EINVAL, _NOT_REGULAR, path) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -109,29 +119,31 @@ def only_regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def may_pass(error: BaseException) -> bool:
-    """Whether what kept us from a file may be over in a while: a disk or a server that does not answer, and
-    not a wrong path."""
-    return isinstance(error, OSError) and error.errno not in _LASTING
+def is_temporary(error: BaseException) -> bool:
+    """Return whether an error may disappear after a while.
+
+    That is true where a disk or a server does not answer, and false for a wrong path.
+    """
+    return isinstance(error, OSError) and error.errno not in _PERMANENT_ERRORS
 
 
 def parse_json(content: bytes, source: str | Path, advice: str = "") -> Any:
-    """What JSON text holds, within bounds."""
+    """Return the value of a JSON text, after checking the limits of this module."""
     try:
         value = json.loads(content, parse_constant=_no_number)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no JSON, no UTF-8, a number of thousands of digits, brackets without end
+    # ValueError: no JSON, no UTF-8, or a number with thousands of digits. RecursionError: endless nesting.
+    except (ValueError, RecursionError) as error:
         _refuse(source, f"is not valid JSON: {error}", advice)
     return _bounded(value, source, advice, bits=63)
 
 
 def parse_toml(content: bytes, source: str | Path, advice: str = "") -> dict[str, Any]:
-    """What TOML text holds, within bounds. People write it, so what is wrong with a number is the schema's to
-    say."""
+    """Return the tables of a TOML text, after checking the limits of this module.
+
+    People write TOML, so numbers may be large here: the schema explains better what is wrong with a number.
+    """
     try:
-        value = tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
+        value = tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
     except (ValueError, RecursionError) as error:
         _refuse(source, f"is not valid TOML: {error}", advice)
     _bounded(value, source, advice, bits=10_000)
@@ -139,15 +151,14 @@ def parse_toml(content: bytes, source: str | Path, advice: str = "") -> dict[str
 
 
 def parse_as(schema: type[T], content: bytes, source: str | Path, advice: str = "") -> T:
-    """What JSON text holds, as a type that pydantic knows; the first value that is not of its type is
-    named."""
+    """Return the value of a JSON text as a type that pydantic knows. An error names the first wrong value."""
     parse_json(content, source, advice)
     value: T = _as(schema, lambda adapter: adapter.validate_json(content), source, advice)
     return value
 
 
 def parse_toml_as(schema: type[T], content: bytes, source: str | Path, advice: str = "") -> T:
-    """The same of TOML text."""
+    """Return the value of a TOML text as a type that pydantic knows. An error names the first wrong value."""
     tables = parse_toml(content, source, advice)
     value: T = _as(schema, lambda adapter: adapter.validate_python(tables), source, advice)
     return value
@@ -161,23 +172,22 @@ def _as(schema: Any, validate: Callable[[TypeAdapter[Any]], Any], source: str | 
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's findings: the place, what is there, and what is wrong with it."""
+    """Return pydantic's first problem as text: the key, its value, and what is wrong with it."""
     detail = error.errors(include_url=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(
-        "."
-    )
-    held = "" if detail["type"] == "missing" else f"{' = ' if where else ''}{shown(detail['input'])}"
-    return f"{where}{held}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
+    key = "".join(parts).lstrip(".")
+    value = "" if detail["type"] == "missing" else f"{' = ' if key else ''}{shown(detail['input'])}"
+    return f"{key}{value}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
-    """As JSON whose last key is the CRC-32 of all that stands before it."""
+    """Return the values as JSON whose last key is the CRC-32 of everything before it."""
     body = json.dumps(values, indent=1).encode().removesuffix(b"\n}")
     return body + _end_of(body)
 
 
 def unseal(content: bytes) -> bytes | None:
-    """The JSON that was sealed; None where it is not what was sealed."""
+    """Return the JSON that was sealed, or None if the content was changed since, or was never sealed."""
     body, end, tail = content.rpartition(_SEAL)
     return body + b"\n}" if end and end + tail == _end_of(body) else None
 
@@ -185,44 +195,43 @@ def unseal(content: bytes) -> bytes | None:
 def read_sealed(
     schema: type[T], content: bytes, source: str | Path, version: tuple[str, int], advice: str
 ) -> T:
-    """What was sealed, as a type; `version` is the key that says which format a file has, and the one that is
-    read here."""
+    """Return the values of a sealed file as a type.
+
+    `version` is the key that holds the version of the format, and the version that is read here.
+    """
     key, wanted = version
     body = unseal(content)
     if body is None:
         older = None
         with suppress(UserError):
             older = parse_json(content, source)
-        found = older.get(key) if isinstance(older, dict) and "crc32" not in older else None
-        other = type(found) is int and found != wanted
-        _refuse(
-            source,
-            f"has format {found}; this version of shardwise reads {wanted}" if other else "is damaged",
-            advice,
-        )
-    values = parse_json(body, source, advice)
-    if values.get(key) != wanted:
-        _refuse(
-            source, f"has format {shown(values.get(key))}; this version of shardwise reads {wanted}", advice
-        )
+        number = older.get(key) if isinstance(older, dict) and "crc32" not in older else None
+        is_other = type(number) is int and number != wanted
+        reason = f"has format {number}; this version of shardwise reads {wanted}"
+        _refuse(source, reason if is_other else "is damaged", advice)
+    number = parse_json(body, source, advice).get(key)
+    if number != wanted:
+        reason = f"has format {shown(number)}; this version of shardwise reads {wanted}"
+        _refuse(source, reason, advice)
     return parse_as(schema, body, source, advice)
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, refused if it is elsewhere: by its name, or by a link that leads out
-    of the folder. The folder itself may be reached by a link: that is its owner's choice.
+def file_in_folder(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder, and refuse a name or a link that leads out of the folder.
+
+    The folder itself may be a link: that is its owner's decision.
     """
     path = _child(folder, name)
     with reading(path):
-        if leads_out(path, folder):
+        if is_link_outside(path, folder):
             raise UserError(f"{path} is a link that leads out of its folder; put the file itself there")
     return path
 
 
-def linked(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, or where a link of this name leads to, which may be anywhere. It
-    need not be there. What is there and is not a regular file is refused: a folder, a pipe, a device, a link
-    to one, a link that leads nowhere.
+def file_or_link_in_folder(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder, where the file may be a link to anywhere.
+
+    The file may be missing. A folder, a pipe, a device, a link to one of these and a broken link are refused.
     """
     path = _child(folder, name)
     with reading(path):
@@ -236,7 +245,7 @@ def linked(folder: Path, name: str) -> Path:
 
 
 def _loops(path: Path) -> bool:
-    """Whether following a link never ends."""
+    """Return whether following a link never ends."""
     try:
         os.stat(path)
     except OSError as error:
@@ -244,14 +253,14 @@ def _loops(path: Path) -> bool:
     return False
 
 
-def leads_out(path: Path, folder: Path) -> bool:
-    """Whether a path is a link to something outside of a folder."""
-    # Not Path.resolve, which raises for a link to itself.
+def is_link_outside(path: Path, folder: Path) -> bool:
+    """Return whether a path is a link to something outside a folder."""
+    # Path.resolve would raise an error for a link to itself.
     return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def _child(folder: Path, name: str) -> Path:
-    """The path of this name in a folder, refused if the name leads elsewhere."""
+    """Return the path of a name in a folder, and refuse a name that leads elsewhere."""
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
         raise UserError(f"{folder} names a file {shown(name)}; only files in the folder itself are read")
     return folder / name
@@ -271,47 +280,50 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 def _bounded(value: Any, source: str | Path, advice: str, bits: int) -> Any:
-    """The value, if nothing in it is beyond what we would write; numbers of so many bits and a sign."""
-    pending: list[tuple[Any, tuple[Any, ...], int]] = [
-        (value, (), 0)
-    ]  # what, its place as (outer place, key), how deep
+    """Return the value if all its parts are within the limits. Numbers have at most `bits` bits and a
+    sign.
+    """
+    # Each entry is an item, its place as (place of the container, key), and its depth.
+    pending: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 0)]
     while pending:
         item, place, depth = pending.pop()
         kind = type(item)
         if kind is dict or kind is list:
-            if depth == DEEPEST:
-                _refuse(source, f"is nested more than {DEEPEST} times", advice)
+            if depth == MAX_DEPTH:
+                _refuse(source, f"is nested more than {MAX_DEPTH} times", advice)
             entries = item.items() if kind is dict else enumerate(item)
             pending += [(part, (place, key), depth + 1) for key, part in entries]
-            if (
-                kind is dict
-                and (key := next((key for key in item if not key.isprintable()), None)) is not None
-            ):
-                _refuse(
-                    f"{source}:", f"{_named(place)}has a key {shown(key)} with a control character", advice
-                )
-        elif kind is str and not _is_text(item):
-            _refuse(f"{source}:", f"{_named(place)}= {shown(item)} has a control character", advice)
-        elif kind is float and bits < 64 and not math.isfinite(item):
-            _refuse(f"{source}:", f"{_named(place)}is not a finite number", advice)
-        elif kind is int and item.bit_length() > bits:
-            _refuse(
-                f"{source}:",
-                f"{_named(place)}is a number of {item.bit_length()} bits, of at most {bits}",
-                advice,
-            )
+        reason = _wrong_item(item, bits)
+        if reason:
+            _refuse(f"{source}:", f"{_key_path(place)}{reason}", advice)
     return value
 
 
+def _wrong_item(item: Any, bits: int) -> str | None:
+    """Return what is wrong with one value, or with the keys of a table; None if it is within the limits."""
+    kind = type(item)
+    if kind is dict:
+        key = next((key for key in item if not key.isprintable()), None)
+        return None if key is None else f"has a key {shown(key)} with a control character"
+    if kind is str and not _is_text(item):
+        return f"= {shown(item)} has a control character"
+    if kind is float and bits < 64 and not math.isfinite(item):
+        return "is not a finite number"
+    if kind is int and item.bit_length() > bits:
+        return f"is a number of {item.bit_length()} bits, of at most {bits}"
+    return None
+
+
 def _is_text(text: str) -> bool:
-    """Whether it has no control characters but tabs and line ends, and no half of a character."""
+    """Return whether a text has no surrogates, and no control characters except tabs and line ends."""
     return text.isprintable() or not any(
         (code < 32 and code not in (9, 10, 13)) or 127 <= code < 160 or 0xD800 <= code < 0xE000
         for code in map(ord, text)
     )
 
 
-def _named(place: tuple[Any, ...]) -> str:
+def _key_path(place: tuple[Any, ...]) -> str:
+    """Return the keys that lead to a value, as in "model.layers[3] "."""
     keys: list[str] = []
     while place:
         place, key = place

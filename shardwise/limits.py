@@ -1,10 +1,9 @@
-"""Limits that a system sets for a process (`ulimit`): checked before workers start, and named where one is
-reached.
+"""Limits that the system sets for a process (`ulimit`), checked before workers start and named when reached.
 
-A limit that is too low shows up anywhere: an import that cannot map a library, a socket that cannot be
-opened, a thread that does not start. No traceback of such a place says what to do about it, so these errors
-become one line with the limit and the command that raises it. A soft limit, which every process may raise by
-itself, is raised without a word.
+A limit that is too low causes errors in many places: an import that cannot map a library, a socket that
+cannot be opened, a thread that does not start. Such a traceback does not say what to do. These errors
+therefore become one line with the limit and the command that raises it. Soft limits, which every process may
+raise itself, are raised without a message.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ import resource
 from shardwise.errors import UserError
 
 FILES, FILES_OF_A_WORKER = 64, 8
-"""Open files of the busiest process of a run, the one that starts the others: in any case, and for each
-worker."""
+"""Open files of the process that starts the others: a base, and the number for each worker."""
 USUAL_FILES = 4096
-"""What the limit is raised to."""
+"""Number of open files that the limit is raised to."""
 ADDRESS_SPACE = 1280 << 20
-"""Bytes that a worker maps before its model is there: PyTorch's libraries, and the stacks of threads."""
+"""Bytes that a worker maps before it has a model: the libraries of PyTorch and the stacks of threads."""
 _STARTING = {"fork", "spawnv_passfds", "_execute_child", "_launch"}
-"""Functions of Python that start a process."""
+"""Names of the Python functions that start a process."""
 
 
 def check_limits(workers: int = 1) -> None:
-    """Raise a UserError that names every limit too low for this number of workers. Soft limits are raised
-    first."""
+    """Raise a UserError that names every limit that is too low for this number of workers.
+
+    Soft limits are raised first.
+    """
     checks = (
         (resource.RLIMIT_NOFILE, FILES + FILES_OF_A_WORKER * workers, _files_needed),
         (resource.RLIMIT_AS, ADDRESS_SPACE, _space_needed),
@@ -43,36 +43,32 @@ def check_limits(workers: int = 1) -> None:
 
 
 def limit_reached(error: BaseException) -> str | None:
-    """Which limit of this process an error comes from, and how it is raised; None where it is about something
-    else."""
+    """Return which limit of this process caused an error and how to raise it; None for other errors."""
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE or os.strerror(errno.EMFILE) in text:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"a process may have no more than {allowed} open files here. Raise that, with: ulimit -n "
-            f"{USUAL_FILES}"
+            f"a process may have at most {allowed} open files here. Raise that, with: ulimit -n {USUAL_FILES}"
         )
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY and (
         isinstance(error, MemoryError) or number == errno.ENOMEM or _lacks_memory(text)
     ):
         return (
-            f"a process may have no more than {allowed >> 10} KiB of address space here, and needs more. "
-            f"Raise that, with: "
-            "ulimit -v unlimited"
+            f"a process may have at most {allowed >> 10} KiB of address space here, and needs more. "
+            "Raise that, with: ulimit -v unlimited"
         )
     if "can't start new thread" in text or _cannot_start_process(error):
         return (
-            "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 (in a "
-            "container or a "
-            "job of a scheduler: its limit of processes)"
+            "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 "
+            "(in a container or a scheduler's job: raise its limit of processes)"
         )
     return None
 
 
 def _raised(limit: int, needed: int) -> int | None:
-    """What is allowed, where that is less than is needed and this process may not raise it."""
+    """Raise a soft limit to `needed`. Return None if that is enough, else the number that is allowed."""
     soft, hard = resource.getrlimit(limit)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return None
@@ -86,31 +82,31 @@ def _raised(limit: int, needed: int) -> int | None:
 def _files_needed(allowed: int, needed: int) -> str:
     enough = max(USUAL_FILES, needed)
     return (
-        f"a process may have {allowed} open files here, and needs up to {needed}. Raise that, with: ulimit "
-        f"-n {enough}"
+        f"a process may have {allowed} open files here, and needs up to {needed}. "
+        f"Raise that, with: ulimit -n {enough}"
     )
 
 
 def _space_needed(allowed: int, needed: int) -> str:
     return (
         f"a process may have {allowed >> 10} KiB of address space here, and PyTorch alone needs "
-        f"{needed >> 10} KiB. Raise that, "
-        "with: ulimit -v unlimited"
+        f"{needed >> 10} KiB. Raise that, with: ulimit -v unlimited"
     )
 
 
 def _lacks_memory(text: str) -> bool:
-    """Whether this is what the loader of libraries, the system or torch says for want of address space."""
-    said = (
+    """Return whether a text of the library loader, the system or torch says that memory is missing."""
+    messages = (
         "failed to map segment",
         os.strerror(errno.ENOMEM),
         "can't allocate memory",
         os.strerror(errno.EAGAIN),
     )
-    return any(words in text for words in said)
+    return any(message in text for message in messages)
 
 
 def _cannot_start_process(error: BaseException) -> bool:
+    """Return whether an error comes from a Python function that starts a process."""
     if not isinstance(error, OSError) or error.errno != errno.EAGAIN:
         return False
     frame = error.__traceback__

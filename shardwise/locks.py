@@ -1,5 +1,4 @@
-"""The one way to keep other processes out of a folder: a lock of the system's, which it lets go of if we
-die."""
+"""Lock a folder against other processes. The system releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -13,22 +12,21 @@ from shardwise.errors import UserError
 
 
 def take_lock(path: Path, in_use: str, wait: Callable[[], None] | None = None) -> ExitStack:
-    """Hold the lock of a folder, or of a file that is made for it, until the value returned is closed: `with
-    take_lock(…):`.
+    """Hold the lock of a folder, or of a file that is created for it, until the returned value is closed.
 
-    Where another process holds it, a `UserError` says `in_use`; with `wait` that is called instead, and the
-    lock waited for. On a file system without locks nothing can be known: we go on, except where somebody
-    would wait, who relies on it.
+    Use it as `with take_lock(…):`. If another process holds the lock, raise a `UserError` with the text
+    `in_use`; if `wait` is given, call it instead and then wait for the lock. On a file system without locks,
+    continue without one, unless `wait` is given: a caller that would wait relies on the lock.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
-    held = ExitStack()
-    held.callback(os.close, descriptor)
+    lock = ExitStack()
+    lock.callback(os.close, descriptor)
     try:
         _lock(descriptor, in_use, wait)
     except BaseException:
-        held.close()
+        lock.close()
         raise
-    return held
+    return lock
 
 
 def _lock(descriptor: int, in_use: str, wait: Callable[[], None] | None) -> None:

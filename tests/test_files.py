@@ -13,8 +13,8 @@ import pytest
 from shardwise import files
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import (
-    inside,
-    linked,
+    file_in_folder,
+    file_or_link_in_folder,
     parse_as,
     parse_json,
     parse_toml,
@@ -69,7 +69,7 @@ def test_text_with_lines_and_tabs_is_text() -> None:
 def test_what_is_no_file_or_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(bytes(11))
-    monkeypatch.setattr(files, "LARGEST", 10)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 10)
     refused: dict[Any, str] = {
         "pipe": "is not a regular file",
         "large": "is larger than",
@@ -91,13 +91,13 @@ def test_a_name_stays_in_its_folder(tmp_path: Path) -> None:
     (folder / "out").symlink_to(tmp_path / "outside")
     (folder / "in").symlink_to("within/file")
     (tmp_path / "elsewhere").symlink_to(folder)
-    assert inside(folder, "in").read_text() == "text"
-    assert inside(tmp_path / "elsewhere", "in").read_text() == "text"
-    assert linked(folder, "out").read_text() == "text"
+    assert file_in_folder(folder, "in").read_text() == "text"
+    assert file_in_folder(tmp_path / "elsewhere", "in").read_text() == "text"
+    assert file_or_link_in_folder(folder, "out").read_text() == "text"
     with pytest.raises(UserError, match="leads out of its folder"):
-        inside(folder, "out")
+        file_in_folder(folder, "out")
     for name in ("..", ".", "", "within/file", "/etc/passwd", "../outside", "a\0b", "x" * 300):
-        for find in (inside, linked):
+        for find in (file_in_folder, file_or_link_in_folder):
             with pytest.raises(UserError):
                 find(folder, name)
 
@@ -115,8 +115,8 @@ def test_links_are_followed_to_regular_files_alone(tmp_path: Path) -> None:
         (tmp_path / "loop").unlink(missing_ok=True)
         (tmp_path / "loop").symlink_to(target)
         with pytest.raises(UserError, match=f"loop is a link to {re.escape(target)}, which {why}"):
-            linked(tmp_path, "loop")
-    assert not linked(tmp_path, "nothing").exists()
+            file_or_link_in_folder(tmp_path, "loop")
+    assert not file_or_link_in_folder(tmp_path, "nothing").exists()
 
 
 def test_a_path_that_the_system_refuses_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -128,14 +128,14 @@ def test_a_path_that_the_system_refuses_is_refused_with_the_reason(tmp_path: Pat
     ):
         too_long.is_file()
     with pytest.raises(UserError, match=r"checkpoint\.json cannot be read: File name too long"):
-        inside(too_long, "checkpoint.json")
+        file_in_folder(too_long, "checkpoint.json")
     with pytest.raises(FileNotFoundError), reading(tmp_path / "absent"):
         os.listdir(tmp_path / "absent")
 
 
 def test_a_link_to_itself_is_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    assert not inside(tmp_path, "loop").is_file()
+    assert not file_in_folder(tmp_path, "loop").is_file()
 
 
 def test_a_message_is_bounded_and_shows_what_would_command_a_terminal() -> None:

@@ -8,8 +8,8 @@ import pytest
 from shardwise import limits
 from shardwise.errors import UserError
 
-FILES = r"a process may have no more than 100 open files here\. Raise that, with: ulimit -n 4096"
-SPACE = r"no more than 2048 KiB of address space here, and needs more\. Raise that, with: ulimit -v unlimited"
+FILES = r"a process may have at most 100 open files here\. Raise that, with: ulimit -n 4096"
+SPACE = r"at most 2048 KiB of address space here, and needs more\. Raise that, with: ulimit -v unlimited"
 THREADS = r"no more processes or threads can be started here\. Raise the limit, with: ulimit -u 4096"
 NO_LIMIT = resource.RLIM_INFINITY
 
@@ -69,6 +69,5 @@ def test_soft_limits_are_raised_and_hard_ones_refused_together(monkeypatch: pyte
         "workers cannot start: a process may have 48 open files here, and needs up to 80. Raise that, with: "
         "ulimit -n 4096",
         "workers cannot start: a process may have 1048576 KiB of address space here, and PyTorch alone needs "
-        "1310720 KiB. "
-        "Raise that, with: ulimit -v unlimited",
+        "1310720 KiB. Raise that, with: ulimit -v unlimited",
     ]

@@ -42,8 +42,8 @@ PRELOAD = (
     "typer", "rich.progress", "shardwise.cli.app", "shardwise.train.run", "shardwise.train.launch",
     "shardwise.verify.compare_layout",
     "shardwise.verify.trace_modules", "shardwise.verify.prove", "shardwise.verify.drill",
-    "shardwise.probe.measure",
-    "shardwise.search.forecast", "shardwise.probe.quick", "torch.distributed.pipelining.schedules",
+    "shardwise.probe.measure_cluster",
+    "shardwise.search.forecast", "shardwise.probe.quick_probe", "torch.distributed.pipelining.schedules",
     "shardwise.parallel.pipeline",
 )  # fmt: skip
 LEFT_SECONDS = 10.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.asynchronous.wire import Wire
 from shardwise.codecs import RowCodec
-from shardwise.resilience.channel import NotOurs
+from shardwise.resilience.channel import UntrustedMessage
 
 Key = tuple[str, int]
 """The worker and the portion of a pushed gradient."""
@@ -84,7 +84,7 @@ class GradientStore:
         try:
             self._codec.decode(encoded, gradient.unsqueeze(0), seed=portion)
         except (RuntimeError, IndexError) as error:
-            raise NotOurs(f"a gradient that cannot be decoded: {error}") from None
+            raise UntrustedMessage(f"a gradient that cannot be decoded: {error}") from None
         return gradient
 
     def room(self) -> Tensor:

@@ -21,7 +21,7 @@ from shardwise.asynchronous.gradient_store import GradientStore
 from shardwise.asynchronous.scheduler import Scheduler
 from shardwise.asynchronous.wire import Stranger, Wire
 from shardwise.mesh.sockets import listen
-from shardwise.resilience.channel import Credentials, NotOurs
+from shardwise.resilience.channel import Credentials, UntrustedMessage
 
 log = logging.getLogger("shardwise")
 
@@ -59,7 +59,7 @@ class _Strangers:
         for connection, stranger in [entry for entry in self._strangers.items() if entry[0] in ready]:
             try:
                 wire = stranger.admitted(self._credentials)
-            except (OSError, NotOurs):
+            except (OSError, UntrustedMessage):
                 self._hang_up(connection)
                 continue
             if wire is not None:
@@ -168,7 +168,7 @@ class Listener:
             worker = self._welcome(wire)
             while self._answer(wire, worker):
                 pass
-        except (OSError, EOFError, NotOurs) as error:
+        except (OSError, EOFError, UntrustedMessage) as error:
             if worker is not None and not self._closed:
                 log.warning("worker %s is gone: %s", worker, error)
         finally:
@@ -183,7 +183,7 @@ class Listener:
     def _welcome(self, wire: Wire) -> str:
         message = _received(wire)
         if not isinstance(message, messages.Hello):
-            raise NotOurs(f"{message} before hello")
+            raise UntrustedMessage(f"{message} before hello")
         slices = {
             name: tuple((part.start, part.stop) for part in where)
             for name, where in self._store.slices.items()
@@ -197,12 +197,12 @@ class Listener:
         message = messages.from_json(text)
         if isinstance(message, messages.Push):
             if behind != self._store.pushed_bytes:
-                raise NotOurs(f"a gradient of {behind} bytes")
+                raise UntrustedMessage(f"a gradient of {behind} bytes")
             self._store.put((worker, message.portion), self._store.read(wire, message.portion))
             wire.send(messages.to_json(messages.Stored()))
             return True
         if behind:
-            raise NotOurs(f"{behind} bytes behind {message}")
+            raise UntrustedMessage(f"{behind} bytes behind {message}")
         match message:
             case messages.Pull(least, have):
                 newest, weights = self._store.weights(least)
@@ -214,14 +214,14 @@ class Listener:
             case messages.Bring() if self._scheduler is not None:
                 wire.send(messages.to_json(messages.Noted(self._scheduler.bring(worker, message))))
             case _:
-                raise NotOurs(f"{message} to a server that has nothing to do with it")
+                raise UntrustedMessage(f"{message} to a server that has nothing to do with it")
         return True
 
 
 def _received(wire: Wire) -> messages.Message:
     text, behind = wire.receive()
     if behind:
-        raise NotOurs(f"{behind} bytes behind {text}")
+        raise UntrustedMessage(f"{behind} bytes behind {text}")
     return messages.from_json(text)
 
 

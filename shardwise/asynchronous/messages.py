@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shardwise.resilience.channel import NotOurs
+from shardwise.resilience.channel import UntrustedMessage
 
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Name = Annotated[str, Field(max_length=256)]
@@ -138,4 +138,4 @@ def from_json(value: dict[str, Any]) -> Message:
     try:
         return _MESSAGE.validate_python(value)
     except ValueError as error:
-        raise NotOurs(f"no message: {error}") from None
+        raise UntrustedMessage(f"no message: {error}") from None

@@ -31,7 +31,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
-from shardwise.resilience.channel import HELLO_BYTES, Credentials, NotOurs, admit, answer, greeting
+from shardwise.resilience.channel import HELLO_BYTES, Credentials, UntrustedMessage, admit, answer, greeting
 
 TEXT_BYTES = 1 << 22
 PIECE_BYTES = 4 << 20
@@ -86,15 +86,15 @@ class Wire:
         self._socket.settimeout(SEND_SECONDS)
         length, bytes_behind = _HEADER.unpack(header)
         if length > TEXT_BYTES:
-            raise NotOurs(f"a message of {length} bytes")
+            raise UntrustedMessage(f"a message of {length} bytes")
         text = self._exactly(length)
         self._check(header + text)
         try:
             message = json.loads(bytes(text))
         except (ValueError, RecursionError) as error:
-            raise NotOurs(f"no message: {error}") from None
+            raise UntrustedMessage(f"no message: {error}") from None
         if not isinstance(message, dict):
-            raise NotOurs("no message")
+            raise UntrustedMessage("no message")
         return message, bytes_behind
 
     def read(self, into: Tensor) -> None:
@@ -120,7 +120,7 @@ class Wire:
         try:
             self._cipher.decrypt(self._other + self._received.to_bytes(11, "big"), bytes(code), content)
         except InvalidTag:
-            raise NotOurs("what came was not sent so by a worker or server of this run") from None
+            raise UntrustedMessage("what came was not sent so by a worker or server of this run") from None
         self._received += 1
 
     def _exactly(self, count: int) -> bytes:
@@ -180,7 +180,7 @@ def _read_line(connection: socket.socket, line: bytearray) -> None:
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) >= HELLO_BYTES:
-            raise NotOurs("no greeting")
+            raise UntrustedMessage("no greeting")
         line += byte
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey, StateKind
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
 CHUNK = 1 << 22

@@ -37,7 +37,7 @@ from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, read_ma
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import BLOCK, Storage, storage
 from shardwise.errors import Unreadable, UserError, shown
-from shardwise.files import may_pass, parse_as
+from shardwise.files import is_temporary, parse_as
 
 ALIGNMENT = 64
 DTYPES = {
@@ -186,7 +186,7 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
         for block in where.blocks(name):
             crc, size = zlib.crc32(block, crc), size + len(block)
     except OSError as error:
-        if may_pass(error):
+        if is_temporary(error):
             raise Unreadable(f"{where.address}/{name} cannot be read ({error})") from None
         return f"{where.address}/{name} cannot be read ({error})"
     return (

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.config.pretrained import TOKENIZER, file_of
-from shardwise.data.tokenizer import hash_of
+from shardwise.data.tokenizer import file_fingerprint
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading
 
@@ -68,7 +68,7 @@ def has_tokenizer(kept: Mapping[StateKey, Tensor], fingerprint: str) -> bool:
     """Whether no other tokenizer is among them than that of data with this fingerprint. One without a
     tokenizer.json, a vocab.json say, cannot be compared, and counts as another."""
     if (tokenizer := kept.get(kept_key(TOKENIZER))) is not None:
-        return hash_of(bytes(tokenizer.numpy())) == fingerprint
+        return file_fingerprint(bytes(tokenizer.numpy())) == fingerprint
     return not any(_OF_TOKENIZERS.match(key.name) for key in kept)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.errors import UserError
-from shardwise.files import inside, read_bytes, reading
+from shardwise.files import file_in_folder, read_bytes, reading
 
 BLOCK = 1 << 24
 """Bytes read or written at once: large enough that the calls cost nothing, small enough for any memory."""
@@ -112,15 +112,15 @@ class _Local(Storage):
         return []
 
     def size(self, name: str) -> int | None:
-        path = inside(self._path, name)
+        path = file_in_folder(self._path, name)
         with reading(path):
             return path.stat().st_size if path.is_file() else None
 
     def read(self, name: str) -> bytes:
-        return read_bytes(inside(self._path, name))
+        return read_bytes(file_in_folder(self._path, name))
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        with inside(self._path, name).open("rb", buffering=0) as stream:
+        with file_in_folder(self._path, name).open("rb", buffering=0) as stream:
             stream.seek(start)
             filled = 0
             while filled < len(buffer):
@@ -131,7 +131,7 @@ class _Local(Storage):
 
     def blocks(self, name: str) -> Iterator[bytes | memoryview]:
         buffer = memoryview(bytearray(BLOCK))
-        with inside(self._path, name).open("rb", buffering=0) as stream:
+        with file_in_folder(self._path, name).open("rb", buffering=0) as stream:
             while got := stream.readinto(buffer):
                 yield buffer[:got]
 

@@ -51,10 +51,10 @@ def _torch(sections: Sections) -> Iterator[str]:
 def _device(sections: Sections) -> Iterator[str]:
     """Raise an error if the job requests GPUs and there are none."""
     from shardwise.config import Run
-    from shardwise.mesh import on_gpus
+    from shardwise.mesh import uses_gpus
 
     if isinstance(run := sections.get("run"), Run) and run.device == "cuda":
-        on_gpus(1, run.device)
+        uses_gpus(1, run.device)
     yield from ()
 
 
@@ -68,7 +68,7 @@ def _extras(sections: Sections) -> Iterator[str]:
 
 def _data(sections: Sections) -> Iterator[str]:
     from shardwise.config import Data, Model
-    from shardwise.data.check import has_to_be_prepared, problems_of_data
+    from shardwise.data.check_data import has_to_be_prepared, problems_of_data
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
@@ -85,12 +85,13 @@ def weights_problems(sections: Sections) -> Iterator[str]:
     from shardwise.checkpoint.pretrained import open_folder
     from shardwise.config import Model, whole
     from shardwise.errors import RunFailed, UserError
+    from shardwise.train.resume import resume_of
 
     model, config = sections.get("model"), whole(sections)
     if not isinstance(model, Model) or model.pretrained is None:
         return
     with suppress(UserError):  # `_resume` reports what is wrong with it
-        if config and to_resume(config):
+        if config and to_resume(resume_of(config)):
             return
     try:
         open_folder(Path(model.pretrained))
@@ -126,9 +127,10 @@ def _resume(sections: Sections) -> Iterator[str]:
     """
     from shardwise.checkpoint import to_resume
     from shardwise.config import whole
+    from shardwise.train.resume import resume_of
 
     if (config := whole(sections)) and config.checkpoint.resume not in ("auto", "never"):
-        to_resume(config)
+        to_resume(resume_of(config))
     yield from ()
 
 
@@ -144,7 +146,7 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
     """Yield why nothing can be written to a folder or to an address. A missing folder is not created here."""
     from shardwise.checkpoint.storage import storage
     from shardwise.errors import UserError
-    from shardwise.observe.files import check_room
+    from shardwise.observe.record_files import check_room
 
     try:
         if "://" in folder or folder.startswith("memory:"):
@@ -189,8 +191,8 @@ def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
     This is known without measuring the machine, which takes minutes with many workers.
     """
     from shardwise.config.compression import AUTO
+    from shardwise.plurals import counted
     from shardwise.search.candidates import candidates, fixed_fields
-    from shardwise.words import counted
 
     fixed = fixed_fields(config)
     if config.layout.compression == AUTO or len((tried := candidates(config, crew.most, fixed)).space):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.errors import UserError
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -162,7 +162,7 @@ def import_(
     job's [model]."""
     need_torch()
     from shardwise.checkpoint.pretrained import import_folder
-    from shardwise.invoked import typed
+    from shardwise.command_name import command_name
 
     note_links(folder)
     with _bar("importing") as progress:
@@ -180,7 +180,7 @@ def import_(
         err=True,
     )
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
-    typer.echo(f"and `{typed()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
+    typer.echo(f"and `{command_name()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
 
 def parse_size(text: str) -> int:

@@ -38,7 +38,7 @@ def prepare(
 
     from shardwise.cli.progress import preparing
     from shardwise.data import prepare as prepare_shards
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     with preparing() as progress:
         index = prepare_shards(

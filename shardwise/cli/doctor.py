@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import typer
 
 from shardwise import __version__
-from shardwise.invoked import typed
+from shardwise.command_name import command_name
 from shardwise.units import GIB
 
 TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
@@ -89,7 +89,7 @@ def verdict(findings: list[Finding]) -> str:
     bad = _bad(findings)
     if bad:
         return f"Not ready to train: see {', '.join(finding.name for finding in bad)} above."
-    return f"Ready to train. Start with: {typed()} new demo"
+    return f"Ready to train. Start with: {command_name()} new demo"
 
 
 def torch_problem() -> str | None:

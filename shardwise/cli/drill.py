@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli.machine import sharing, with_device
 from shardwise.cli.signals import stopped_as_interrupted
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 if TYPE_CHECKING:
     from shardwise.config import Config

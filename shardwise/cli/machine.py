@@ -21,31 +21,31 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
     """
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     if problem := torch_problem():
         raise UserError(
             f"no [cluster] given, and this machine cannot be measured: {problem}; or name a cluster: "
             f"cluster.preset=h100x8"
         )
-    from shardwise.probe.local import local_workers
-    from shardwise.probe.quick import quick_cluster, remembered
+    from shardwise.probe.probe_workers import worker_count
+    from shardwise.probe.quick_probe import quick_cluster, valid_cache_file
 
-    count = local_workers(workers)
-    if remembered(count) is None:
+    count = worker_count(workers)
+    if valid_cache_file(count) is None:
         measuring = f"measuring this machine with {counted(count, 'worker')}, a few seconds, once"
         typer.echo(f"no [cluster] given: {measuring}", err=True)
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
-    return cluster, remembered(count)
+    return cluster, valid_cache_file(count)
 
 
 def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:
     """Yield warnings before this many workers start here: they share cores or GPUs, or the job names another
     machine."""
-    from shardwise.mesh import cores, on_gpus
-    from shardwise.words import counted
+    from shardwise.mesh import cores, uses_gpus
+    from shardwise.plurals import counted
 
-    have_gpus = on_gpus(workers, device)  # every worker will decide the same
+    have_gpus = uses_gpus(workers, device)  # every worker will decide the same
     if have_gpus:
         yield from sharing(workers)
     elif workers > cores():
@@ -66,21 +66,21 @@ def with_device(overrides: Sequence[str] | None, device: str | None) -> list[str
 
 def sharing(workers: int) -> Iterator[str]:
     """Yield a warning if several workers share a GPU."""
-    from shardwise.mesh import local_gpus, share_gpus
-    from shardwise.words import counted
+    from shardwise.mesh import gpus_are_shared, local_gpus
+    from shardwise.plurals import counted
 
-    if share_gpus(workers):
+    if gpus_are_shared(workers):
         yield (
             f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each "
             f"other goes through host memory, so this shows what a layout computes, not how fast it is"
         )
 
 
-def _unlike(named: Cluster, on_gpus: bool) -> str | None:
+def _unlike(named: Cluster, uses_gpus: bool) -> str | None:
     """Return what this machine has instead of the cluster's devices; None if it has such devices."""
     if named.device_type == "cpu":
-        return "computes on GPUs" if on_gpus else None
-    if not on_gpus:
+        return "computes on GPUs" if uses_gpus else None
+    if not uses_gpus:
         from shardwise.mesh import local_gpus
 
         return "has too few GPUs for its workers and computes on CPU cores" if local_gpus() else "has no GPU"

@@ -44,15 +44,15 @@ def new(
     ] = Template.QUICKSTART,
 ) -> None:
     """Write a commented job, something small to learn, and a README to begin with."""
+    from shardwise.command_name import command_name
     from shardwise.errors import UserError, shown
-    from shardwise.invoked import typed
 
     job = name.resolve().name
     if not job.isprintable():  # for example a line break, which would end a comment in the job file
         raise UserError(f"{shown(job)}: not a name that can be shown; give one of letters and digits")
     _write(name, _contents(job, template))
     typer.echo(f"{name}: {', '.join(sorted(path.name for path in name.iterdir()))}", err=True)
-    typer.echo(f"next: cd {_quoted(str(name))} && {typed()} train {_quoted(f'{job}.toml')}", err=True)
+    typer.echo(f"next: cd {_quoted(str(name))} && {command_name()} train {_quoted(f'{job}.toml')}", err=True)
 
 
 def _quoted(path: str) -> str:

@@ -165,7 +165,7 @@ def _problems_of_cluster(sections: Sections) -> Iterator[str]:
     from shardwise.cost.clusters import asked_for
 
     if config := whole(sections):
-        asked_for(config)
+        asked_for(config.cluster)
     yield from ()
 
 
@@ -233,7 +233,7 @@ def _cluster(config: Config) -> Cluster:
     """Return the cluster that the job names, or this machine, which is measured once."""
     from shardwise.cost.clusters import asked_for
 
-    named = asked_for(config)
+    named = asked_for(config.cluster)
     if named is not None:
         return named
     from shardwise.cli.machine import this_machine
@@ -302,7 +302,7 @@ def _micro_batches(config: Config) -> int:
     from shardwise.cost.clusters import asked_for
     from shardwise.plan import choose, micro_batch_size
 
-    layout, cluster = config.layout, asked_for(config)
+    layout, cluster = config.layout, asked_for(config.cluster)
     devices = cluster.devices if cluster is not None else config.cluster.devices
     if layout.data < 0 and devices is not None:
         return choose(config, devices).accumulation
@@ -338,7 +338,7 @@ def _as_json(pipeline: _Pipeline) -> dict[str, Any]:
 def _as_text(pipeline: _Pipeline) -> str:
     from shardwise.cli.draw_schedule import draw_text, summary
     from shardwise.plan import peak_in_flight
-    from shardwise.words import counted
+    from shardwise.plurals import counted
 
     schedule = pipeline.timeline.schedule
     rows = [f"{'rank':<6}{'activations':<13}{'idle':<8}stages"]

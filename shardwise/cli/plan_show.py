@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.observe.format import format_count, format_energy, format_figure, format_span
+from shardwise.plurals import counted
 from shardwise.search.reasons import describe_term, format_seconds
 from shardwise.search.slow_links import PLAIN
-from shardwise.words import counted
 
 WIDTH = 60
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black", "white")

@@ -18,8 +18,8 @@ from shardwise.cli.signals import stopped_as_interrupted
 if TYPE_CHECKING:
     from shardwise.cost.cluster import Cluster, Device, Link
     from shardwise.mesh import Worker
-    from shardwise.probe.budget import Budget
-    from shardwise.probe.progress import Tell
+    from shardwise.probe.probe_budget import Budget
+    from shardwise.probe.probe_progress import ProgressCallback
 
 
 def probe(
@@ -62,14 +62,14 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     """Measure the cluster, write it and return it; None if another process writes it."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
-    from shardwise.mesh import Node, Worker, launched
-    from shardwise.probe import local_workers, measure_here
-    from shardwise.probe.budget import FULL, QUICK
-    from shardwise.probe.local import others_busy
+    from shardwise.mesh import Node, Worker, launch_mode
+    from shardwise.probe import measure_this_machine, worker_count
+    from shardwise.probe.probe_budget import FULL, QUICK
+    from shardwise.probe.probe_workers import busy_warning
 
     if problem := torch_problem():
         raise UserError(problem)
-    launch, budgets = launched(), QUICK if quick else FULL
+    launch, budgets = launch_mode(), QUICK if quick else FULL
     if isinstance(launch, Worker):
         if workers is not None:
             started = f"{launch.launcher} has started the workers, {launch.world} of them"
@@ -79,23 +79,23 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     leads = node is None or node.node_rank == 0
     if leads:
         _check(output)
-        if busy := others_busy():
+        if busy := busy_warning():
             typer.echo(busy, err=True)
-    count = local_workers(workers, node)
-    with _shown(leads) as tell:
-        cluster = measure_here(count, budgets, tell, node)
+    count = worker_count(workers, node)
+    with _shown(leads) as on_progress:
+        cluster = measure_this_machine(count, budgets, on_progress, node)
     return _written(output, cluster) if leads else None
 
 
 def _be_worker(worker: Worker, output: Path, budgets: Mapping[str, Budget]) -> Cluster | None:
     """Measure as one of the workers that another launcher started; rank 0 writes the cluster."""
-    from shardwise.probe.measure import measure
+    from shardwise.probe.measure_cluster import measure_cluster
 
     leads = worker.rank == 0
     if leads:
         _check(output)
-    with _shown(leads) as tell:
-        cluster = measure(worker, budgets, tell)
+    with _shown(leads) as on_progress:
+        cluster = measure_cluster(worker, budgets, on_progress)
     return _written(output, cluster) if leads else None
 
 
@@ -119,7 +119,7 @@ def _check(output: Path) -> None:
 
 def _written(output: Path, cluster: Cluster) -> Cluster:
     from shardwise.errors import UserError
-    from shardwise.probe.quick import save_cluster
+    from shardwise.probe.quick_probe import save_cluster
 
     try:
         save_cluster(output, cluster)
@@ -130,7 +130,7 @@ def _written(output: Path, cluster: Cluster) -> Cluster:
 
 
 @contextmanager
-def _shown(leads: bool) -> Iterator[Tell]:
+def _shown(leads: bool) -> Iterator[ProgressCallback]:
     """Show on standard error what is measured: as a progress bar, or without a terminal as one line for each
     measurement."""
     from rich.console import Console
@@ -146,15 +146,15 @@ def _shown(leads: bool) -> Iterator[Tell]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def _tell_in_lines() -> Tell:
+def _tell_in_lines() -> ProgressCallback:
     shown: list[str] = []
 
-    def tell(what: str, share: float) -> None:
+    def on_progress(what: str, share: float) -> None:
         if what not in shown and share < 1:
             shown.append(what)
             typer.echo(f"measuring {what}", err=True)
 
-    return tell
+    return on_progress
 
 
 def _tell_nothing(what: str, share: float) -> None:

@@ -43,7 +43,7 @@ def report(
     had been predicted."""
     from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
-    from shardwise.observe.report import render, summarise
+    from shardwise.observe.render_report import render, summarise
     from shardwise.observe.trace import merge
     from shardwise.search.interval import advise
 
@@ -71,8 +71,8 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
     """Correct a cluster file by what was measured, and return what changed."""
     from shardwise.config import read
     from shardwise.errors import UserError
+    from shardwise.plurals import counted
     from shardwise.search.calibrate import LEAST_STEPS, calibrate
-    from shardwise.words import counted
 
     rows = summary["predicted_and_measured"]
     if not rows and summary["measured_steps"]:
@@ -144,7 +144,7 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
         raise UserError(
             f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE"
         )
-    named = asked_for(config)
+    named = asked_for(config.cluster)
     if named is None:
         raise UserError(f"--cluster {path}: is not there, and the job names no cluster to make it from")
     return named

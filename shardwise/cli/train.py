@@ -77,9 +77,9 @@ def train(
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
     from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
-    from shardwise.mesh import Node, Worker, launched
+    from shardwise.mesh import Node, Worker, launch_mode
 
-    launch = launched()
+    launch = launch_mode()
     if isinstance(launch, Worker):
         config = _read_by_worker(job, overrides)
         with _holding(config) if launch.rank == 0 else nullcontext():
@@ -107,9 +107,10 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
 @contextmanager
 def _holding(config: Config) -> Iterator[None]:
     """Create the folders of the run, and lock them against other runs."""
-    from shardwise.checkpoint import checkpoint_folder, hold
+    from shardwise.checkpoint import hold
     from shardwise.errors import UserError
     from shardwise.locks import take_lock
+    from shardwise.train.resume import checkpoint_folder
 
     folder = Path(config.run.folder)
     in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
@@ -177,12 +178,13 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.drivers.registry import driver_of
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
-    from shardwise.resilience.first_node import FirstNodeFile
+    from shardwise.plurals import counted
+    from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
-    from shardwise.words import counted
+    from shardwise.train.resume import resume_of
 
-    to_resume(config)
+    to_resume(resume_of(config))
     driver, nodes = driver_of(config), node.nodes if node else 1
     leads = node is None or node.node_rank == 0
     config, crew = driver.processes(config, _crew(config, node, workers, limits), first_host=leads)
@@ -197,7 +199,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     first_node = None
     if node is not None and nodes > 1:
         first_node = FirstNodeFile(Path(config.run.folder), node.run_id)
-    with first_node.tell() if first_node and leads else nullcontext():  # the other nodes wait for this file
+    # The other nodes wait for this file.
+    with first_node.report_start_and_failure() if first_node and leads else nullcontext():
         if node is not None and leads and nodes > 1:
             check_resolves(node.address)
         if leads:
@@ -217,7 +220,7 @@ def _warn(config: Config, workers: int) -> None:
 
     if config.model.pretrained is not None:
         note_links(Path(config.model.pretrained))
-    named = asked_for(config) if config.model.module is None else None
+    named = asked_for(config.cluster) if config.model.module is None else None
     for doubt in doubts(workers, named, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)
 
@@ -228,24 +231,24 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
-    from shardwise.probe.quick import remembered
-    from shardwise.resilience.server import start_server
+    from shardwise.probe.quick_probe import valid_cache_file
+    from shardwise.resilience.fork_server import start_server
     from shardwise.train.launch import WORKERS_IMPORT
     from shardwise.train.planner import Planner, left_to_the_planner
 
     if config.model.module is not None:
         return Planner(config, devices, device_memory(local_workers, config.run.device), _parameters(config))
-    cluster, file = asked_for(config), config.cluster.file
+    cluster, file = asked_for(config.cluster), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
-        path = remembered(local_workers)
+        path = valid_cache_file(local_workers)
         if path is None and searches:
             start_server(WORKERS_IMPORT)  # the workers of the probe and of the run are forked from it
             cluster, path = this_machine(local_workers)
         if path is not None:
             file = str(path)
             with_file = config.cluster.model_copy(update={"file": file})
-            cluster = asked_for(config.model_copy(update={"cluster": with_file}))
+            cluster = asked_for(with_file)
     return Planner(
         config,
         devices,
@@ -265,28 +268,27 @@ def _check(planner: Planner) -> None:
         typer.echo(where + planner.searched, err=True)
     if planner.config.model.module is not None:
         from shardwise.checkpoint import to_resume
-        from shardwise.data import settled
-        from shardwise.parallel import check_first_values, check_module
+        from shardwise.data import with_data_settings
+        from shardwise.train.check_module import check_first_values, check_module
+        from shardwise.train.resume import resume_of
 
-        check_module(settled(planner.config), plan.layout)
-        for warning in () if to_resume(planner.config) else check_first_values(planner.config):
+        check_module(with_data_settings(planner.config), plan.layout)
+        for warning in () if to_resume(resume_of(planner.config)) else check_first_values(planner.config):
             typer.echo(f"warning: {warning}", err=True)
 
 
 def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that cannot be written, or have no room for one checkpoint, before days of training."""
-    from shardwise.checkpoint import checkpoint_folder
-    from shardwise.config.dtypes import BYTES
     from shardwise.drivers.registry import driver_of
-    from shardwise.observe.files import check_room, check_run_files
-    from shardwise.plan.dtypes import state_dtype
+    from shardwise.observe.record_files import check_room, check_run_files
+    from shardwise.train.resume import checkpoint_folder
 
     check_room(Path(config.run.folder), "run.folder", 0)
     check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        numbers = driver_of(config).saved_numbers(config, plan)
-        check_room(Path(saved_to), "checkpoint.folder", BYTES[state_dtype(config.train)] * numbers)
+        numbers = driver_of(config).saved_numbers(plan)
+        check_room(Path(saved_to), "checkpoint.folder", plan.state_width * numbers)
 
 
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
@@ -308,7 +310,7 @@ def _parameters(config: Config) -> OwnParameters | None:
 
     Only such a job needs torch before the workers start.
     """
-    from shardwise.parallel import count_parameters
+    from shardwise.train.check_module import count_parameters
 
     return count_parameters(config)
 
@@ -328,7 +330,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
     with CollectSignals() as signals:
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output
-        from shardwise.resilience.host_link import NoHost
+        from shardwise.resilience.worker_link import WorkerLink
         from shardwise.train.launch import log_to, newest_saved
         from shardwise.train.planner import planner_of_worker
         from shardwise.train.run import run
@@ -338,7 +340,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
         plan = planner_of_worker(config, worker).first
         if worker.rank == 0:
             _check_room(config, plan)
-        link = NoHost(worker, plan, signals)
+        link = WorkerLink(worker, plan, signals)
         try:
             with unblocked_output():
                 return run(config, link)

@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli.machine import with_device
 from shardwise.cli.signals import stopped_as_interrupted
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -136,10 +136,10 @@ def _on_gpus(result: ProofResult) -> str:
     """Return on which GPUs the processes of the layout ran, in words. The reference runs on the CPU."""
     if result.proof.config.run.device != "cuda":
         return ""
-    from shardwise.mesh import local_gpus, share_gpus
+    from shardwise.mesh import gpus_are_shared, local_gpus
 
     gpus = counted(local_gpus(), "GPU")
-    shared = share_gpus(result.proof.world)
+    shared = gpus_are_shared(result.proof.world)
     return f" that share {gpus} (transfers through host memory)" if shared else f" on {gpus}"
 
 

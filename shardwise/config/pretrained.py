@@ -21,8 +21,8 @@ from shardwise.config.families import Family
 from shardwise.config.model_config import to_model
 from shardwise.config.schema import Model
 from shardwise.errors import UserError, shown
-from shardwise.files import leads_out, linked, parse_as, read_bytes, reading
-from shardwise.words import counted
+from shardwise.files import file_or_link_in_folder, is_link_outside, parse_as, read_bytes, reading
+from shardwise.plurals import counted
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 OF_TRAINING = ("balance_loss", "router_z_loss")
@@ -69,7 +69,7 @@ def read_model(folder: Path) -> tuple[Family, Model]:
 def file_of(folder: Path, name: str, subfolder: str = "") -> Path:
     """A file of the folder, which may be a link: on shared storage and in the hub's cache they usually
     are."""
-    return linked(folder / subfolder, name)
+    return file_or_link_in_folder(folder / subfolder, name)
 
 
 def links_outside(folder: Path) -> str | None:
@@ -81,7 +81,7 @@ def links_outside(folder: Path) -> str | None:
     root = real.parents[1] if real.parent.name == "snapshots" else real
     with reading(folder):
         files = sorted(folder.iterdir()) if folder.is_dir() else []
-        outside = [path for path in files if path.is_file() and leads_out(path, root)]
+        outside = [path for path in files if path.is_file() and is_link_outside(path, root)]
     if not outside:
         return None
     first, are = outside[0], "is a link" if len(outside) == 1 else "are links"

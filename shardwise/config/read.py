@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from shardwise.command_name import command_name
 from shardwise.config.check import MODEL_SOURCES, found_by, problems_across, sources_of_model
 from shardwise.config.compression import AUTO
 from shardwise.config.layouts import problems_of_layout
@@ -32,7 +33,6 @@ from shardwise.config.pretrained import Tables, with_pretrained
 from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Source, Train, keys_of
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes
-from shardwise.invoked import typed
 from shardwise.optimizers import kind_of
 from shardwise.section import Section
 
@@ -104,7 +104,7 @@ def from_tables(tables: Tables, source: str = "configuration") -> Config:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    advice = f"Give the path of a TOML job file; `{typed()} new demo` writes one to begin with."
+    advice = f"Give the path of a TOML job file; `{command_name()} new demo` writes one to begin with."
     try:
         return parse_toml(read_bytes(path, advice), path)
     except FileNotFoundError:

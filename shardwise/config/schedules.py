@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)

@@ -1,13 +1,20 @@
-"""Sources, tokenising, packing; the global order of samples; exact resume.
+"""Sources, tokenizing, packing, and the global order of samples, with exact resume.
 
-Text is tokenised once into memory-mapped shards (`prepare`), cut into fixed sequences (`dataset`) and visited
-in an order that is a pure function of (seed, position) (`order`), so that a run's data position is one
-number: its step. Only `batches` needs torch; import it by its own name.
+Text is tokenized once into memory-mapped shards (`prepare`), cut into fixed sequences (`dataset`) and visited
+in an order that is a pure function of (seed, position) (`order`). The data position of a run is therefore one
+number: its step. Only `batches` imports torch, so this package does not import it.
 """
 
-from shardwise.data.dataset import Dataset, DatasetSummary, Rows, check_vocabulary, settled, unigram_loss
+from shardwise.data.dataset import (
+    Dataset,
+    DatasetSummary,
+    Rows,
+    check_vocabulary,
+    unigram_loss,
+    with_data_settings,
+)
 from shardwise.data.order import Order, permute
-from shardwise.data.prepare import prepare, prepared
+from shardwise.data.prepare import prepare, prepare_sources
 from shardwise.data.shards import Index
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.data.tokens import Tokens
@@ -24,7 +31,7 @@ __all__ = [
     "load_tokenizer",
     "permute",
     "prepare",
-    "prepared",
-    "settled",
+    "prepare_sources",
     "unigram_loss",
+    "with_data_settings",
 ]

@@ -1,15 +1,15 @@
-"""Batches for one rank: a thread reads ahead while the device computes.
+"""Batches for one rank. A thread reads ahead while the device computes.
 
-The only state is how many sequences the run has seen, so resuming is starting at another `seen`. One thread
-is enough: a step's rows come from memory-mapped tokens, and numpy and torch let go of the interpreter lock
-while copying. For a GPU the thread also copies into pinned memory, from where the copy to the device runs
-behind the computation. Costs host memory for two steps of this rank's rows, 16 bytes a token (20 with
-document numbers).
+The only state is the number of sequences that the run has seen, so a run resumes by starting at another
+`seen`. One thread is enough: the rows of a step come from memory-mapped tokens, and numpy and torch release
+the interpreter lock while they copy. For a GPU, the thread also copies into pinned memory, from where the
+copy to the device overlaps with the computation. It costs host memory for two steps of this rank's rows, 16
+bytes per token (20 with document positions).
 
-Every sequence is summed up as it is read: the CRC-32 of its token ids. The sum of these over a global batch
-does not depend on who read which sequence, so it is the same on any layout, and a run that was interrupted
-can show by it that each step saw the sequences it should have seen. It costs the reading thread a few
-nanoseconds a token.
+Each sequence that is read has a checksum: the CRC-32 of its token ids. The sum of these over a global batch
+does not depend on which rank read which sequence, so it is the same on any layout. A run that was interrupted
+can show with it that each step saw the right sequences. It costs the reading thread a few nanoseconds per
+token.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ from shardwise.data.dataset import Dataset, Rows
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward sees; each tensor is (micro_batch, sequence_length)."""
+    """The rows of one forward. Each tensor is (micro_batch, sequence_length)."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None
     valid: int
-    """Targets that count in the loss, known without asking the device."""
+    """Number of targets that count in the loss, known without reading from the device."""
     checksum: int = 0
-    """The sum of the sequences' own checksums."""
+    """Sum of the checksums of the sequences."""
     first: int = 0
-    """The number in the run of the first of its sequences."""
+    """Number of the first sequence in the run."""
 
 
 class Batches(Iterator[list[Batch]]):
-    """Yields, step after step without end, this rank's rows of the global batch in as many micro-batches, as
-    even as can be.
+    """Yields this rank's rows of the global batch, step after step without end, split into micro-batches.
 
-    Whose rows are whose may change from step to step: `take` says which are to be read for the step after the
-    one it returns.
+    The micro-batches are as equal in size as possible. The rows of a rank may change from step to step: the
+    argument of `take` says which rows to read for the step after the one that it returns.
     """
 
     def __init__(
@@ -72,12 +71,16 @@ class Batches(Iterator[list[Batch]]):
         self._want(rows)
 
     def __next__(self) -> list[Batch]:
-        """The next step's micro-batches, on the device; the step after it gets the same rows of its batch."""
+        """Return the next step's micro-batches on the device. The step after it gets the same rows of its
+        batch.
+        """
         return self.take(self._rows)
 
     def take(self, then: range) -> list[Batch]:
-        """The next step's micro-batches, on the device; the step after it gets those rows of its batch. An
-        error of the reading thread is raised here.
+        """Return the next step's micro-batches on the device. The step after it gets the rows `then` of its
+        batch.
+
+        An error of the reading thread is raised here.
         """
         if self._closed:
             raise StopIteration
@@ -86,12 +89,11 @@ class Batches(Iterator[list[Batch]]):
         if isinstance(ready, BaseException):
             self.close()
             raise ready
-        # Copied here, on the consumer's stream, so that the copy is ordered before the computation that reads
-        # it.
+        # The copy runs on the consumer's stream, so that it comes before the computation that reads it.
         return [_to(batch, self._device) for batch in ready]
 
     def close(self) -> None:
-        """Stop the thread and wait for it; iterating afterwards ends at once."""
+        """Stop the thread and wait for it. Iterating afterwards ends at once."""
         self._closed = True
         self._wanted.put(None)
         self._thread.join()
@@ -111,40 +113,37 @@ class Batches(Iterator[list[Batch]]):
     def _read_ahead(self, seen: int) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(
-                    self._device
-                )  # else pinning opens a context on the first GPU, for every rank
+                # Without this, pinning would create a context on the first GPU for every rank.
+                torch.cuda.set_device(self._device)
             while not self._closed and (wanted := self._wanted.get()) is not None:
                 first = seen + wanted.start
                 rows = self._dataset.sequences(first, len(wanted))
-                self._ready.put(
-                    [
-                        self._micro_batch_of(rows, part, first)
-                        for part in parts(len(wanted), self._micro_batches)
-                    ]
-                )
+                micro_batches = split_evenly(len(wanted), self._micro_batches)
+                self._ready.put([self._micro_batch_of(rows, part, first) for part in micro_batches])
                 seen += self._global_batch
-        except BaseException as error:  # whatever it is, it belongs to the consumer
+        except BaseException as error:  # every error is raised in the consumer's thread
             self._ready.put(error)
 
     def _micro_batch_of(self, rows: Rows, part: range, first: int) -> Batch:
-        """Of some of these rows, the first of which has that number in the run."""
+        """Return the micro-batch of some of these rows; `first` is the number of the first row in the run."""
         return replace(host_batch(_part(rows, part), self._pinned), first=first + part.start)
 
 
-def parts(rows: int, count: int) -> list[range]:
-    """Rows in so many parts, as even as can be; the first ones have one row more."""
+def split_evenly(rows: int, count: int) -> list[range]:
+    """Split rows into `count` ranges whose sizes differ by at most one. The first ranges are the
+    larger ones.
+    """
     ends = [0, *accumulate(rows // count + (index < rows % count) for index in range(count))]
     return [range(start, end) for start, end in pairwise(ends)]
 
 
 def to_batch(rows: Rows, device: torch.device) -> Batch:
-    """Rows as a batch on a device, without a thread: for evaluation."""
+    """Return rows as a batch on a device, without a thread; for evaluation."""
     return _to(host_batch(rows, pinned=False), device)
 
 
 def host_batch(rows: Rows, pinned: bool) -> Batch:
-    """Rows as tensors in host memory."""
+    """Return rows as a batch in host memory."""
     documents = None if rows.documents is None else _tensor(rows.documents, pinned)
     return Batch(
         _tensor(rows.inputs, pinned),
@@ -156,14 +155,14 @@ def host_batch(rows: Rows, pinned: bool) -> Batch:
 
 
 def checksum(inputs: NDArray[np.int64]) -> int:
-    """Of sequences, one a row: the sum of the CRC-32 of each, taken over its token ids as 8 bytes each,
-    lowest first."""
+    """Return the sum of the CRC-32 of each row, over its token ids as little-endian integers of 8 bytes."""
     return sum(zlib.crc32(row.data) for row in np.ascontiguousarray(inputs, dtype="<i8"))
 
 
 def _part(rows: Rows, part: range) -> Rows:
-    own = slice(part.start, part.stop)
-    return Rows(rows.inputs[own], rows.targets[own], None if rows.documents is None else rows.documents[own])
+    some = slice(part.start, part.stop)
+    documents = None if rows.documents is None else rows.documents[some]
+    return Rows(rows.inputs[some], rows.targets[some], documents)
 
 
 def _tensor(values: NDArray[Any], pinned: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Rows of columnar files: Parquet, and the Arrow files that Hugging Face data sets are made of.
+"""Read rows of columnar files: Parquet, and the Arrow files of Hugging Face datasets.
 
-Both are read a batch of rows at a time and only the columns asked for, so memory stays at a few thousand
-documents. pyarrow is an optional dependency (the `parquet` extra), imported only when such a file is met.
+Both are read one batch of rows at a time, and only the columns that are needed, so that memory stays at a few
+thousand documents. pyarrow is an optional dependency (the `parquet` extra) and imported only for such a file.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any
 from shardwise.errors import UserError
 
 _ROWS = 1024
-
-
+"""Number of rows that are converted to Python objects at a time."""
 Row = tuple[dict[str, object], int, float]
-"""Its values by field, its number in the file, and the share of the file that was read by then."""
+"""Values by field, number of the row in the file, and the fraction of the file that was read by then."""
 Choice = Callable[[Sequence[str]], Sequence[str]]
-"""From the names of all columns, those that are read."""
+"""Function that returns, given the names of all columns, the names of those to read."""
 
 
 def parquet_rows(path: Path, columns: Choice) -> Iterator[Row]:
-    """The rows of a file, of some of its columns."""
+    """Yield the rows of a Parquet file, with some of its columns."""
     arrow = _pyarrow(path)
     import pyarrow.parquet
 
@@ -34,7 +33,10 @@ def parquet_rows(path: Path, columns: Choice) -> Iterator[Row]:
 
 
 def arrow_rows(path: Path, columns: Choice) -> Iterator[Row]:
-    """As `parquet_rows`, for Arrow IPC: the stream form (what `save_to_disk` writes) or the file form."""
+    """Yield the rows of an Arrow IPC file, with some of its columns.
+
+    Both forms are read: the stream form, which `save_to_disk` writes, and the file form.
+    """
     arrow = _pyarrow(path)
     import pyarrow.ipc
 
@@ -70,9 +72,8 @@ def _stream_batches(reader: Any, source: Any) -> Iterator[tuple[Any, float]]:
 def _rows(batches: Iterable[tuple[Any, float]]) -> Iterator[Row]:
     number = 0
     for batch, share in batches:
-        for start in range(
-            0, len(batch), _ROWS
-        ):  # an Arrow batch may be large: turn it to Python objects bit by bit
+        # An Arrow batch may be large, so it is converted to Python objects in parts.
+        for start in range(0, len(batch), _ROWS):
             for values in batch.slice(start, _ROWS).to_pylist():
                 yield values, number, share
                 number += 1

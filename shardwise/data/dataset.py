@@ -1,25 +1,26 @@
-"""Training and held-out sequences, asked for by number.
+"""Training and held-out sequences, requested by number.
 
-Each source's tokens, documents end to end, are cut into samples of `sequence_length` inputs and the same
-shifted by one as targets: sample k reads tokens [kS, kS + S]. Neighbours share one token, which is a target
-of the first and an input of the second, so every token but the very first is a target once an epoch, and
-nothing is padded. The last `held_out` share of each source's samples is never trained on.
+The tokens of each source, with its documents one after the other, are cut into samples: `sequence_length`
+inputs, and the same tokens shifted by one as targets. Sample k reads tokens [kS, kS + S]. Neighbouring
+samples share one token, which is a target of the first and an input of the second. Every token except the
+very first is therefore a target once per epoch, and nothing is padded. The last `held_out` fraction of each
+source's samples is never trained on.
 
-A run that has seen n sequences takes positions [n, n + global_batch) of the order (order.py) next. A rank
-asks for its rows of that batch by number; together the ranks read the same sequences whatever their number,
-and nothing is kept between steps but n. It is counted in sequences, not in steps, so that a batch that grows
-along the way (Smith et al., "Don't decay the learning rate, increase the batch size", 2018) neither skips nor
-repeats any.
+A run that has seen n sequences continues with positions [n, n + global_batch) of the order (order.py). A rank
+requests its rows of that batch by number. Together the ranks read the same sequences whatever their number,
+and n is the only state between steps. It counts sequences and not steps, so that a batch that grows during
+training (Smith et al., "Don't decay the learning rate, increase the batch size", 2018) neither skips nor
+repeats a sequence.
 
-With `reset_attention`, `Rows.documents` tells the documents inside a row apart so that attention can be kept
-within each, and no loss is taken where the input is a document's last token: what follows it is another
-document, and cannot be predicted from it.
+With `reset_attention`, `Rows.documents` tells the documents inside a row apart, so that attention stays
+within each document. There is no loss where the input is the last token of a document, because the next token
+belongs to another document and cannot be predicted from it.
 
-Conversations are packed, not cut: a sequence takes whole ones, in their order, as many as fit, and is filled
-up with the end-of-document token; one that is longer than a sequence has one to itself, and its end is left
-out. So no answer is learnt without its question. It costs what is left at the ends of sequences, half a
-conversation each. They are never seen by each other, whether `reset_attention` is asked for or not, and a
-loss is taken on their answers alone.
+Conversations are packed and not cut: a sequence takes as many whole conversations as fit, in order, and is
+filled up with the end-of-document token. A conversation that is longer than a sequence has a sequence of its
+own, and its end is left out. No answer is therefore learned without its question. The cost is the unused end
+of each sequence, half a conversation on average. Conversations never attend to each other, whether
+`reset_attention` is set or not, and only their answers have a loss.
 """
 
 from __future__ import annotations
@@ -36,35 +37,36 @@ from numpy.typing import NDArray
 
 from shardwise.config import Config, Data
 from shardwise.data.order import HELD_OUT, Integers, Order, key, permute
-from shardwise.data.prepare import Progress, prepared, sources_hold_answers
+from shardwise.data.prepare import Progress, prepare_sources, sources_hold_answers
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
 
 IGNORED = -100
-"""Target where no loss is taken; torch's own convention."""
+"""Target of tokens without a loss, as in torch's `ignore_index`."""
 
 UNIGRAM_TOKENS = 64 << 20
+"""Maximum number of tokens of each source that `unigram_loss` counts."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences, one a row: (rows, sequence_length)."""
+    """Sequences, one per row: (rows, sequence_length)."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     documents: NDArray[np.int32] | None
-    """Of each token, where in the row its document begins; None: all are one document."""
+    """For each token, the position in its row at which its document begins; None if a row is one document."""
 
     @property
     def valid(self) -> int:
-        """Targets that count in the loss."""
+        """Number of targets that count in the loss."""
         return int(np.count_nonzero(self.targets != IGNORED))
 
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What a data set holds, over all its sources."""
+    """Counts over all sources of a dataset."""
 
     sources: int
     tokens: int
@@ -74,7 +76,7 @@ class DatasetSummary:
     tokenizer: str
     vocabulary: int
     cut: int = 0
-    """Conversations that are longer than a sequence."""
+    """Number of conversations that are longer than a sequence."""
 
 
 @dataclass(frozen=True)
@@ -85,26 +87,29 @@ class Stream:
     training: int
     held_out: int
     weight: float
-    firsts: Integers | None = None
-    """Of conversations: the first token of each sample, and after the last the number of tokens; None:
-    samples are windows."""
+    sample_starts: Integers | None = None
+    """For conversations, the first token of each sample, followed by the number of tokens. None for other
+    sources, whose samples all have the same length.
+    """
 
     def window(self, sample: int, length: int) -> tuple[int, int]:
-        """The first of a sample's tokens, and how many it has: one more than a sequence, or fewer where it is
-        filled up."""
-        if self.firsts is None:
+        """Return the first token of a sample and its number of tokens.
+
+        The number is `length + 1`, or less where the sample is filled up.
+        """
+        if self.sample_starts is None:
             return sample * length, length + 1
-        first, after = self.firsts[sample : sample + 2].tolist()
+        first, after = self.sample_starts[sample : sample + 2].tolist()
         return first, min(after - first, length + 1)
 
     def tokens_before(self, sample: int, length: int) -> int:
-        """How many tokens of the source are in samples before this one."""
-        return sample * length + 1 if self.firsts is None else int(self.firsts[sample])
+        """Return the number of tokens of the source that are in samples before this one."""
+        return sample * length + 1 if self.sample_starts is None else int(self.sample_starts[sample])
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The sequences of a job's sources, training and held out."""
+    """The training and held-out sequences of a job's sources."""
 
     streams: tuple[Stream, ...]
     sequence_length: int
@@ -113,21 +118,23 @@ class Dataset:
 
     @classmethod
     def open(cls, data: Data, seed: int, progress: Progress | None = None) -> Dataset:
-        """Open a job's data, preparing what is not prepared yet."""
-        streams = tuple(_stream(folder, weight, data) for folder, weight in prepared(data, progress))
+        """Open a job's data, and prepare the sources that are not prepared yet."""
+        streams = tuple(_stream(folder, weight, data) for folder, weight in prepare_sources(data, progress))
         _check_same_tokenizer(streams)
         apart = data.reset_attention or any(stream.tokens.index.holds_answers for stream in streams)
         return cls(streams, data.sequence_length, apart, seed)
 
     def sequences(self, first: int, count: int) -> Rows:
-        """Training sequences [first, first + count), in the order in which a run sees them, without end."""
+        """Return training sequences [first, first + count) in the order of the run. The stream never ends."""
         assert first >= 0, "sequences count from 0"
         sources, samples, _ = self.order.at(np.arange(first, first + count, dtype=np.int64))
         return self._rows(sources, samples)
 
     def held_out_rows(self, start: int, count: int) -> Rows:
-        """Held-out sequences [start, start + count), in an order that mixes the sources and is the same for
-        every seed."""
+        """Return held-out sequences [start, start + count).
+
+        Their order mixes the sources and is the same for every seed.
+        """
         assert 0 <= start <= start + count <= self.held_out_count, "rows outside the held-out split"
         shuffled = permute(np.arange(start, start + count), max(1, self.held_out_count), key(HELD_OUT))
         ends = np.cumsum([stream.held_out for stream in self.streams])
@@ -137,14 +144,13 @@ class Dataset:
 
     @cached_property
     def order(self) -> Order:
-        """Which sample stands at which position of the training stream."""
+        """Function that says which sample is at which position of the training stream."""
         sizes = tuple(stream.training for stream in self.streams)
         return Order(sizes, tuple(stream.weight for stream in self.streams), self.seed)
 
     @property
     def content(self) -> str:
-        """What the data hold, with a checksum over all of it: two hosts with the same text have the same
-        data."""
+        """Number of tokens and a checksum of all data. Two hosts with the same text have the same value."""
         indexes = [stream.tokens.index for stream in self.streams]
         known = [(index.tokenizer_fingerprint, index.end, index.shards) for index in indexes]
         checksum = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
@@ -152,22 +158,22 @@ class Dataset:
 
     @property
     def held_out_count(self) -> int:
-        """Held-out sequences in all."""
+        """Number of held-out sequences of all sources."""
         return sum(stream.held_out for stream in self.streams)
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest token id."""
+        """Largest token id plus one."""
         return self.streams[0].tokens.index.vocabulary
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the data were made with, read when first asked for."""
+        """The tokenizer that the data were prepared with, read when it is first used."""
         tokens = self.streams[0].tokens
         return load_tokenizer(BYTES if tokens.index.tokenizer == BYTES else tokens.folder, tokens.index.end)
 
     def describe(self) -> DatasetSummary:
-        """Counts over all sources."""
+        """Return counts over all sources."""
         indexes = [stream.tokens.index for stream in self.streams]
         return DatasetSummary(
             sources=len(self.streams),
@@ -178,9 +184,9 @@ class Dataset:
             tokenizer=indexes[0].tokenizer,
             vocabulary=self.vocabulary,
             cut=sum(
-                _longer(stream.tokens, self.sequence_length)
+                _count_longer(stream.tokens, self.sequence_length)
                 for stream in self.streams
-                if stream.firsts is not None
+                if stream.sample_starts is not None
             ),
         )
 
@@ -206,8 +212,11 @@ def rows_of(
     reset_attention: bool,
     learnt: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Rows from tokens (rows, sequence_length + 1), whether each input is the last of its document, and
-    whether each token is to be learnt."""
+    """Return rows from tokens of shape (rows, sequence_length + 1).
+
+    `ends` says whether each input is the last token of its document, and `learnt` whether each token has a
+    loss.
+    """
     inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()
     if not reset_attention:
         return Rows(inputs, targets, None)
@@ -215,35 +224,38 @@ def rows_of(
     if learnt is not None:
         targets[~learnt[:, 1:]] = IGNORED
     begins = np.zeros(ends.shape, dtype=np.int32)
-    begins[:, 1:] = np.where(
-        ends[:, :-1], np.arange(1, ends.shape[1]), 0
-    )  # an end still belongs to the document it ends
+    # The last token of a document still belongs to it; the next document begins after it.
+    begins[:, 1:] = np.where(ends[:, :-1], np.arange(1, ends.shape[1]), 0)
     return Rows(inputs, targets, np.maximum.accumulate(begins, axis=1))
 
 
-def settled(config: Config, dataset: Dataset | None = None) -> Config:
-    """The job, with what its data decide: conversations are kept apart whether it says so or not, and
-    prepared data have a tokenizer. Without the data set, a look at its sources tells the first of these."""
-    apart = (
-        dataset.reset_attention
-        if dataset
-        else config.data.reset_attention or sources_hold_answers(config.data)
-    )
-    update: dict[str, Any] = {"reset_attention": apart}
+def with_data_settings(config: Config, dataset: Dataset | None = None) -> Config:
+    """Return the job with the settings that its data decide.
+
+    Conversations never attend to each other, whatever the job says, and prepared data have a tokenizer.
+    Without the dataset, the sources are read to find out whether they contain conversations.
+    """
+    if dataset:
+        reset_attention = dataset.reset_attention
+    else:
+        reset_attention = config.data.reset_attention or sources_hold_answers(config.data)
+    update: dict[str, Any] = {"reset_attention": reset_attention}
     if dataset and config.data.tokenizer == BYTES and dataset.streams[0].tokens.index.tokenizer != BYTES:
         update["tokenizer"] = str(dataset.streams[0].tokens.folder)
     return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int, pretrained: str | None = None) -> None:
-    """Token ids must be rows of the model's embedding."""
+    """Raise a UserError if a token id is not a row of the model's embedding."""
     for problem in too_large_ids(dataset.vocabulary, model_vocabulary, pretrained):
         raise UserError(problem)
 
 
 def too_large_ids(ids: int, model_vocabulary: int, pretrained: str | None = None) -> Iterator[str]:
-    """The problem that the tokenizer has more ids than the model, which is that of the folder `pretrained` if
-    it is from one."""
+    """Yield a problem if the tokenizer has more ids than the model.
+
+    `pretrained` is the folder that the model comes from, if any.
+    """
     if ids > model_vocabulary and pretrained is not None:
         yield (
             f"data.tokenizer: has {ids} ids, and the model in {pretrained} has {model_vocabulary}. "
@@ -257,21 +269,21 @@ def too_large_ids(ids: int, model_vocabulary: int, pretrained: str | None = None
 
 
 def too_short(source: str | Path, tokens: int, length: int, most: str = "") -> Iterator[str]:
-    """The problem that a source has not one sequence of this length."""
+    """Yield a problem if a source has fewer tokens than one sequence of this length."""
     if tokens < length + 1:
         yield (
-            f"data.sequence_length = {length}: longer than the data. {source} holds {most}{tokens} "
-            f"tokens, one "
-            f"sequence needs {length + 1}. Shorten the sequence or give more text."
+            f"data.sequence_length = {length}: longer than the data. {source} holds {most}{tokens} tokens, "
+            f"one sequence needs {length + 1}. Shorten the sequence or give more text."
         )
 
 
 def unigram_loss(dataset: Dataset) -> float:
-    """Cross-entropy in nats of the held-out targets when each token is predicted by its frequency alone.
+    """Return the cross-entropy (in nats) of the held-out targets if each token is predicted by its frequency
+    only.
 
-    The bar any language model must clear. Frequencies are counted on the training tokens (at most the first
-    64 Mi of each source) with one added to each count, so that a token never seen there still has a
-    probability.
+    Every language model must do better than this. Frequencies are counted on the training tokens (at most the
+    first 64 Mi of each source), and one is added to each count, so that an unseen token has a probability
+    too.
     """
     if not dataset.held_out_count:
         raise UserError(
@@ -282,9 +294,8 @@ def unigram_loss(dataset: Dataset) -> float:
         length = min(stream.tokens_before(stream.training, dataset.sequence_length), UNIGRAM_TOKENS)
         for start in range(0, length, 1 << 20):
             part = (start, min(1 << 20, length - start))
-            counts += np.bincount(
-                stream.tokens.read(*part)[stream.tokens.learnt(*part)], minlength=len(counts)
-            )
+            learnt = stream.tokens.read(*part)[stream.tokens.learnt(*part)]
+            counts += np.bincount(learnt, minlength=len(counts))
     surprise = np.log(counts.sum()) - np.log(counts)
     total, number = 0.0, 0
     for start in range(0, min(dataset.held_out_count, UNIGRAM_TOKENS // dataset.sequence_length + 1), 64):
@@ -297,9 +308,8 @@ def unigram_loss(dataset: Dataset) -> float:
 def _stream(folder: Path, weight: float, data: Data) -> Stream:
     tokens, length = Tokens.open(folder), data.sequence_length
     firsts = _packed(tokens, length) if tokens.index.holds_answers else None
-    for problem in (
-        too_short(folder, len(tokens), length) if firsts is None else _no_answer_in_reach(tokens, length)
-    ):
+    short = too_short(folder, len(tokens), length) if firsts is None else _answers_cut_off(tokens, length)
+    for problem in short:
         raise UserError(problem)
     samples = (len(tokens) - 1) // length if firsts is None else len(firsts) - 1
     held_out = min(max(1, round(samples * data.held_out)), samples - 1) if data.held_out > 0 else 0
@@ -307,31 +317,34 @@ def _stream(folder: Path, weight: float, data: Data) -> Stream:
 
 
 def _packed(tokens: Tokens, length: int) -> Integers:
-    """Where samples of whole conversations begin, each of as many as fit, in order; and where the last is
-    over."""
+    """Return the first token of each sample of whole conversations, and after the last the number of tokens.
+
+    Each sample takes as many conversations as fit, in order.
+    """
     ends = tokens.ends
     firsts, documents = [0], 0
     while documents < len(ends):
         fitting = int(np.searchsorted(ends, firsts[-1] + length + 1, side="right"))
-        documents = max(fitting, documents + 1)  # one that is too long is alone
+        documents = max(fitting, documents + 1)  # one that is too long has a sample of its own
         firsts.append(int(ends[documents - 1]))
     return np.asarray(firsts, dtype=np.int64)
 
 
-def _longer(tokens: Tokens, length: int) -> int:
+def _count_longer(tokens: Tokens, length: int) -> int:
+    """Return the number of conversations that are longer than a sequence."""
     return int(np.count_nonzero(np.diff(tokens.ends, prepend=0) > length + 1))
 
 
-def _no_answer_in_reach(tokens: Tokens, length: int) -> Iterator[str]:
-    """The problem that every conversation is cut before its first answer."""
+def _answers_cut_off(tokens: Tokens, length: int) -> Iterator[str]:
+    """Yield a problem if every conversation is cut before its first answer."""
     firsts, answers = np.concatenate([[0], tokens.ends[:-1]]), np.append(tokens.answers, len(tokens))
-    reach = answers[np.searchsorted(answers, firsts)] - firsts  # tokens before the first answer of each
+    # Number of tokens before the first answer of each conversation.
+    reach = answers[np.searchsorted(answers, firsts)] - firsts
     if reach.min() > length:
         yield (
             f"data.sequence_length = {length}: in {tokens.folder} every conversation has more before its "
-            f"first answer, so there "
-            f"is nothing to learn. Give at least {int(reach.min()) + 1}; {int(reach.max()) + 1} reaches an "
-            f"answer of each."
+            f"first answer, so there is nothing to learn. Give at least {int(reach.min()) + 1}; "
+            f"{int(reach.max()) + 1} reaches an answer of each."
         )
 
 
@@ -341,7 +354,6 @@ def _check_same_tokenizer(streams: tuple[Stream, ...]) -> None:
         if other.index.tokenizer_fingerprint != first.index.tokenizer_fingerprint:
             raise UserError(
                 f"data.sources: {first.folder} (tokenizer {first.index.tokenizer}) and {other.folder} "
-                f"(tokenizer "
-                f"{other.index.tokenizer}) were prepared with different tokenizers. Prepare all sources "
-                f"with one."
+                f"(tokenizer {other.index.tokenizer}) were prepared with different tokenizers. Prepare all "
+                "sources with one."
             )

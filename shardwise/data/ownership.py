@@ -1,13 +1,12 @@
-"""Whose folder is it? Asked before a single file is overwritten or removed.
+"""Find out whether shardwise made a folder, before any file in it is overwritten or removed.
 
-Preparing clears a folder that was made from other sources. `index.json` and `tokenizer.json` are common
-names, so only what is in a file tells that the folder is ours: the index of finished data, or the record of
-unfinished work. The record is the first file written and goes only after the index is there, so a folder we
-touched always holds one of them, wherever a crash fell. A new folder must be empty; a user's own is refused
-and left as it is.
+Preparing data clears a folder that was made from other sources. `index.json` and `tokenizer.json` are common
+names, so the content of a file must say that the folder is ours: the index of finished data, or the record of
+unfinished work. The record is written first and removed only after the index is written. A folder that
+shardwise worked in therefore always contains one of them, even after a crash. A new folder must be empty. A
+folder of the user is refused and left unchanged.
 
-The same names tell that a source is no text: shards are never tokenised again, whatever became of their
-index.
+The same names show that a source is not text: shards are never tokenized again, even if their index is lost.
 """
 
 from __future__ import annotations
@@ -24,31 +23,34 @@ from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes, reading
 
 RECORD = "preparing.json"
+"""Name of the file that says how far preparing has come."""
 LOCK = ".lock"
+"""Name of the file that is locked while data are prepared."""
 _RECORD_NAMES = ("fingerprint", "shards", "file", "piece")
-_UNTOUCHED = {LOCK, RECORD + ".partial"}  # all there can be before the record is
+_BEFORE_RECORD = {LOCK, RECORD + ".partial"}
+"""Names of all files that may exist before the record is written."""
 _SHARD = re.compile(r"shard-\d{5,}\.(bin|ends|answers)")
 _OTHERS = re.compile(r"shard-\d{5,}\.(bin|ends|answers)(\.partial)?|(index|preparing)\.json\.partial")
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether the folder's index is one of ours, be it damaged."""
+    """Return whether the folder has an index that shardwise wrote, even a damaged one."""
     return _ours(folder / INDEX, Index.__dataclass_fields__)
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether the folder holds a record of unfinished work."""
+    """Return whether the folder has a record of unfinished work."""
     return _ours(folder / RECORD, _RECORD_NAMES)
 
 
 def check_target(folder: Path) -> None:
-    """Refuse to prepare into a file, or into a folder that holds anything not made here."""
+    """Raise a UserError for a target that is a file, or a folder with files that shardwise did not make."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is a file, not a folder. Choose another folder for the prepared data.")
-    # The listing comes first: while another process works here, what it shows is vouched for by one of the
-    # next two.
+    # List the folder first. If another process is working here, then the record or the index, which are
+    # checked next, exists for everything in this list.
     names = set(os.listdir(folder)) if folder.is_dir() else set()
-    if not (names <= _UNTOUCHED or is_begun(folder) or is_prepared(folder)):
+    if not (names <= _BEFORE_RECORD or is_begun(folder) or is_prepared(folder)):
         raise UserError(
             f"{folder} is not empty and was not made by shardwise; nothing in it was changed. "
             "Choose another folder for the prepared data."
@@ -56,8 +58,10 @@ def check_target(folder: Path) -> None:
 
 
 def refuse_shards(names: Iterable[Path]) -> None:
-    """Refuse to read prepared tokens as text. A prepared folder that has lost its index looks like any folder
-    of files."""
+    """Raise a UserError if prepared tokens would be read as text.
+
+    A prepared folder that has lost its index looks like any folder of files.
+    """
     shard = next((path for path in names if _SHARD.fullmatch(path.name.removesuffix(".partial"))), None)
     if shard is None:
         return
@@ -72,10 +76,10 @@ def refuse_shards(names: Iterable[Path]) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier source left in a folder of ours, the index first, so that it never vouches for
-    other shards.
+    """Remove what an earlier source left in a folder of ours.
 
-    The record stays, and with it the folder is still ours if this is interrupted.
+    The index is removed first, so that it never stands beside other shards. The record stays, and so the
+    folder is still recognised if this is interrupted.
     """
     for name in (INDEX, FILE, *CHAT_FILES):
         (folder / name).unlink(missing_ok=True)
@@ -85,7 +89,10 @@ def clear(folder: Path) -> None:
 
 
 def _ours(path: Path, names: Collection[str]) -> bool:
-    """A JSON object with most of our names; or, beside shards, a file that is no JSON object any more."""
+    """Return whether a file is a JSON object with most of these names.
+
+    Beside shards, a file that is no longer a JSON object counts too: it is a damaged one of ours.
+    """
     with reading(path.parent):
         if not path.is_file():
             return False

@@ -1,14 +1,14 @@
-"""Tokenise once: sources in, a folder of shards out (the format is in shards.py).
+"""Tokenize sources once into a folder of shards (the format is in shards.py).
 
-Pieces of text go through the tokenizer in batches of a few MiB, which its Rust code spreads over all cores.
-Whenever a shard is full, the point reached (which file, how many of its pieces) is recorded beside it, so an
-interrupted run continues after the last whole shard and ends with the same bytes; what it loses is at most
-one shard of work. The record carries a fingerprint of the source files (paths, sizes, times), the tokenizer
-and the settings: when any of them changed, preparing starts over. Only a folder that is empty or ours is
-written to (ownership.py).
+Pieces of text go through the tokenizer in batches of a few MiB, which its Rust code distributes over all
+cores. Whenever a shard is full, the position (which file, how many of its pieces) is recorded beside it. An
+interrupted run therefore continues after the last complete shard and ends with the same bytes; it loses at
+most the work of one shard. The record contains a fingerprint of the source files (paths, sizes, times), the
+tokenizer and the settings: if any of them changed, preparing starts again. Only a folder that is empty or
+made by shardwise is written to (ownership.py).
 
-A lock file makes it safe for all ranks of a machine to ask at once: one works, the others wait and find it
-done.
+A lock file makes it safe for all ranks of a machine to prepare at once: one does the work, the others wait
+and find it done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from shardwise.config import Data, Source
 from shardwise.data.chat import Span, copy_template
 from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
 from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, token_dtype, write_atomically
-from shardwise.data.sources import PIECE_BYTES, SourceFile, TextPiece, find_files, holds_answers, read_pieces
+from shardwise.data.source_files import (
+    PIECE_BYTES,
+    SourceFile,
+    TextPiece,
+    find_files,
+    holds_answers,
+    read_pieces,
+)
 from shardwise.data.tokenizer import (
     BYTES,
     FILE,
@@ -44,21 +51,23 @@ from shardwise.data.tokenizer import (
     tokenizer_fingerprint,
 )
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes, seal, unseal
+from shardwise.files import file_in_folder, parse_as, read_bytes, seal, unseal
 from shardwise.locks import take_lock
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of source done and the bytes in all."""
+"""Function that receives the number of source bytes that are done, and the number of all."""
 
 SHARD_TOKENS = 64 << 20
+"""Number of tokens after which a shard is full."""
 _BATCH_CHARACTERS = 8 << 20
+"""Number of characters that go through the tokenizer at a time."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _ResumePoint:
-    """How far preparing has come: the whole shards, and the first piece that is in none of them."""
+    """How far preparing has come: the complete shards, and the first piece that is in none of them."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -72,9 +81,9 @@ class _ResumePoint:
 
     @classmethod
     def read(cls, folder: Path, fingerprint: str) -> _ResumePoint:
-        """The point recorded in the folder if it belongs to the same work, else the beginning."""
+        """Return the point recorded in the folder if it belongs to the same work, else the beginning."""
         try:
-            sealed = unseal(read_bytes(inside(folder, RECORD)))
+            sealed = unseal(read_bytes(file_in_folder(folder, RECORD)))
             point = parse_as(cls, sealed, folder / RECORD) if sealed else cls(fingerprint)
         except (FileNotFoundError, UserError):
             return cls(fingerprint)
@@ -90,7 +99,7 @@ def prepare(
     progress: Progress | None = None,
     end_of_document: str | None = None,
 ) -> Index:
-    """Tokenise the sources into the folder, or continue, or find it done. Returns the folder's index."""
+    """Tokenize the sources into the folder, or continue, or find it done. Return the folder's index."""
     if not str(folder).strip():
         raise UserError("the folder for the prepared data is an empty path. Name a folder.")
     folder = Path(folder)
@@ -100,32 +109,34 @@ def prepare(
     fingerprint = fingerprint_of(
         files, _encoder(tokenizer, end_of_document, answers), text_field, shard_tokens
     )
-    made = next((above for above in reversed([folder, *folder.parents]) if not os.path.lexists(above)), None)
+    outermost_first = reversed([folder, *folder.parents])
+    created = next((path for path in outermost_first if not os.path.lexists(path)), None)
     try:
         check_target(folder)
         if (index := _finished(folder, fingerprint)) is not None:
             return index
         with _lock(folder):
-            if (index := _finished(folder, fingerprint)) is not None:  # by the process we waited for
+            if (index := _finished(folder, fingerprint)) is not None:  # another process has done it meanwhile
                 return index
             loaded = load_tokenizer(tokenizer, end_of_document)
             work = _Preparation(folder, files, loaded, text_field, shard_tokens, progress, answers)
             return work.run(fingerprint)
     except UserError:
-        if made is not None and not _ResumePoint.read(folder, fingerprint).shards:
-            shutil.rmtree(made, ignore_errors=True)  # of a source that cannot be read nothing is left
+        if created is not None and not _ResumePoint.read(folder, fingerprint).shards:
+            shutil.rmtree(created, ignore_errors=True)  # a source that cannot be read leaves nothing behind
         raise
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to {folder}: {error.strerror or error}. Free some space or "
-            f"choose another "
-            "folder (data.cache); preparing continues where it stopped."
+            "choose another folder (data.cache); preparing continues where it stopped."
         ) from None
 
 
-def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, float]]:
-    """A prepared folder and a weight for each source of a job; sources that are not prepared yet are, into
-    `data.cache`."""
+def prepare_sources(data: Data, progress: Progress | None = None) -> list[tuple[Path, float]]:
+    """Return a prepared folder and a weight for each source of a job.
+
+    Sources that are not prepared yet are prepared into `data.cache`.
+    """
     if data.source is None and not data.sources:
         raise UserError(
             "data.source: missing; give a text, JSONL or Parquet file, a folder, or prepared shards"
@@ -134,32 +145,31 @@ def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, f
 
 
 def sources_of(data: Data) -> tuple[Source, ...]:
-    """One or several."""
+    """Return the sources of a job, whether it names one or several."""
     return data.sources or (Source(path=str(data.source), weight=1.0),)
 
 
 def tokenizer_of_run(data: Mapping[str, Any]) -> tuple[str | None, str | int | None]:
-    """The tokenizer of a run, by the `data` that its checkpoints keep, and what closes a document, for
-    `load_tokenizer`."""
+    """Return the tokenizer of a run and what ends a document, as arguments of `load_tokenizer`.
+
+    `data` are the data settings that the run's checkpoints contain.
+    """
     name, end, several = (data.get(key) for key in ("tokenizer", "end_of_document", "sources"))
-    listed = (
-        [source.get("path") for source in several if isinstance(source, dict)]
-        if isinstance(several, list)
-        else []
-    )
-    folders = (
-        [data.get("source"), *listed] if name == BYTES else [name]
-    )  # `bytes` means the tokenizer of data that are prepared
-    for folder in (
-        Path(folder) for folder in folders if isinstance(folder, str) and is_prepared(Path(folder))
-    ):
+    entries = several if isinstance(several, list) else []
+    listed = [source.get("path") for source in entries if isinstance(source, dict)]
+    # With prepared data, `bytes` means the tokenizer that they were prepared with.
+    paths = [data.get("source"), *listed] if name == BYTES else [name]
+    folders = [Path(path) for path in paths if isinstance(path, str)]
+    for folder in filter(is_prepared, folders):
         index = Index.read(folder)
         return BYTES if index.tokenizer == BYTES else str(folder), index.end
     return name if isinstance(name, str) else None, end if isinstance(end, str) else None
 
 
 def sources_hold_answers(data: Data) -> bool:
-    """Whether any source of a job holds conversations or prompts with a completion, prepared or not."""
+    """Return whether any source of a job contains conversations or prompts with a completion, prepared or
+    not.
+    """
     paths = [Path(source.path) for source in sources_of(data) if data.source or data.sources]
     return any(
         Index.read(path).holds_answers
@@ -170,22 +180,25 @@ def sources_hold_answers(data: Data) -> bool:
 
 
 def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
-    """Equal only for equal work: the same files, unchanged, cut and tokenised in the same way."""
+    """Return a text that is equal only for equal work: the same files, cut and tokenized in the same way."""
     inputs = [[str(file.path.resolve()), file.size, file.modified] for file in files]
     work = json.dumps([VERSION, PIECE_BYTES, tokenizer, text_field, shard_tokens, inputs])
     return hashlib.sha256(work.encode()).hexdigest()[:32]
 
 
 def _encoder(tokenizer: str | Path, end_of_document: str | None, answers: bool) -> str:
-    """What makes ids of text: the tokenizer, the token that closes documents where it was chosen, and the
-    chat template where the source holds answers."""
+    """Return a text that identifies how text becomes ids.
+
+    It names the tokenizer, the token that ends documents if the job names one, and the chat template if the
+    source contains answers.
+    """
     end = [] if end_of_document is None else [end_of_document]
     template = ["answers", template_fingerprint(tokenizer)] if answers else []
     return " ".join([tokenizer_fingerprint(tokenizer), *end, *template])
 
 
 def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
-    folder = located(path, data)
+    folder = prepared_folder(path, data)
     if folder != Path(path):
         prepare(
             path,
@@ -198,19 +211,19 @@ def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
     return folder
 
 
-def located(path: str, data: Data) -> Path:
-    """Where the tokens of a source are, or will be once it is prepared. What can be told of it at a glance is
-    checked."""
+def prepared_folder(path: str, data: Data) -> Path:
+    """Return the folder in which the tokens of a source are, or will be once it is prepared.
+
+    Problems that can be found quickly are reported.
+    """
     if not path.strip():
         raise UserError(
             "data.source: an empty path; give a text, JSONL or Parquet file, a folder, or prepared shards"
         )
     folder = Path(path)
     if is_begun(folder) and not is_prepared(folder):
-        raise UserError(
-            f"{folder} is only half prepared. Run `shardwise data prepare` again; it continues where it "
-            f"stopped."
-        )
+        advice = "Run `shardwise data prepare` again; it continues where it stopped."
+        raise UserError(f"{folder} is only half prepared. {advice}")
     if is_prepared(folder):
         _check_tokenizer(folder, data.tokenizer)
         _check_end(folder, data.end_of_document)
@@ -229,19 +242,20 @@ def _check_end(folder: Path, end_of_document: str | None) -> None:
         used = load_tokenizer(name, index.end).decode([index.end])
         raise UserError(
             f"{folder} was prepared with {used!r} at the end of a document, and data.end_of_document is "
-            f"{end_of_document!r}. Set "
-            f"data.end_of_document to {used!r}, or prepare the source again with --end-of-document "
-            f"{end_of_document!r}."
+            f"{end_of_document!r}. Set data.end_of_document to {used!r}, or prepare the source again with "
+            f"--end-of-document {end_of_document!r}."
         )
 
 
 def _check_tokenizer(folder: Path, tokenizer: str) -> None:
-    """`bytes` is the default, so with prepared data it means "the tokenizer they were made with"."""
+    """Raise a UserError if the data were prepared with another tokenizer than the job's.
+
+    `bytes` is the default, so with prepared data it means the tokenizer that they were prepared with.
+    """
     if tokenizer != BYTES and Index.read(folder).tokenizer_fingerprint != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"{folder} was prepared with another tokenizer than data.tokenizer = {tokenizer!r}. Leave "
-            f"data.tokenizer out to "
-            "use the folder's own, or prepare the source again with this one."
+            "data.tokenizer out to use the folder's own, or prepare the source again with this one."
         )
 
 
@@ -253,7 +267,7 @@ def _finished(folder: Path, fingerprint: str) -> Index | None:
 
 
 def _lock(folder: Path) -> ExitStack:
-    """The folder's lock, waited for while another process prepares it."""
+    """Return the folder's lock. Wait for it while another process prepares the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     message = f"waiting for another process that prepares {folder}"
     return take_lock(folder / LOCK, message, wait=lambda: _log.info(message))
@@ -261,7 +275,7 @@ def _lock(folder: Path) -> ExitStack:
 
 @dataclass(frozen=True)
 class _PositionedPiece:
-    """A piece, where the next one begins, and how many bytes of all sources are behind it."""
+    """A piece, where the next one begins, and how many bytes of all sources come before that."""
 
     piece: TextPiece
     file: int
@@ -271,6 +285,8 @@ class _PositionedPiece:
 
 @dataclass(frozen=True)
 class _Preparation:
+    """The work of preparing one folder."""
+
     folder: Path
     files: list[SourceFile]
     tokenizer: Tokenizer
@@ -278,26 +294,22 @@ class _Preparation:
     shard_tokens: int
     progress: Progress | None
     answers: bool
-    """Whether the source holds conversations or answered prompts, of which the answers are to be learnt."""
+    """Whether the source contains conversations or answered prompts, whose answers are learned."""
 
     def run(self, fingerprint: str) -> Index:
-        """All shards, then the index: with it the folder is whole, and the record of the way there is
-        dropped."""
+        """Write all shards, then the index, which makes the folder complete; then remove the record."""
         point = _ResumePoint.read(self.folder, fingerprint)
         if not point.shards:
             self._start_over(point)
         shards = self._tokenise(point)
         if not shards:
-            raise UserError(
-                f"{self.files[0].path}: no text in it (of {counted(len(self.files), 'file')}). Give a source "
-                f"that has some."
-            )
+            problem = f"{self.files[0].path}: no text in it (of {counted(len(self.files), 'file')})"
+            raise UserError(f"{problem}. Give a source that has some.")
         self.tokenizer.save(self.folder)
         name = BYTES if self.tokenizer.name == BYTES else FILE
         if name == FILE:
-            copy_template(
-                self.tokenizer.name, self.folder
-            )  # so that a model which learnt from the folder can be talked to
+            # A model that was trained on this folder can then be used in a chat.
+            copy_template(self.tokenizer.name, self.folder)
         tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)
         index = Index(
             fingerprint,
@@ -313,26 +325,23 @@ class _Preparation:
     def _start_over(self, point: _ResumePoint) -> None:
         if is_prepared(self.folder):
             _log.warning("%s was prepared from other or since changed files; preparing it again", self.folder)
-        point.write(self.folder)  # first, so that the folder stays ours whatever is interrupted
+        point.write(self.folder)  # first, so that the folder is recognised even if this is interrupted
         clear(self.folder)
 
     def _tokenise(self, point: _ResumePoint) -> list[Shard]:
         shards, writer = list(point.shards), None
+        dtype = token_dtype(self.tokenizer.vocabulary)
         try:
             for batch in _batches(self._items(point)):
-                for item, (ids, learnt) in zip(
-                    batch, self._encoded([item.piece for item in batch]), strict=True
-                ):
-                    writer = writer or ShardWriter(
-                        self.folder, len(shards), token_dtype(self.tokenizer.vocabulary)
-                    )
+                encoded = self._encoded([item.piece for item in batch])
+                for item, (ids, learnt) in zip(batch, encoded, strict=True):
+                    writer = writer or ShardWriter(self.folder, len(shards), dtype)
                     writer.append(ids, item.piece.ends, learnt)
                     if writer.tokens >= self.shard_tokens:
                         shards.append(writer.finish())
                         writer = None
-                        _ResumePoint(point.fingerprint, tuple(shards), item.file, item.next_piece).write(
-                            self.folder
-                        )
+                        reached = (item.file, item.next_piece)
+                        _ResumePoint(point.fingerprint, tuple(shards), *reached).write(self.folder)
                 self._report(batch[-1].bytes_done)
             return [*shards, writer.finish()] if writer else shards
         except BaseException:
@@ -343,7 +352,9 @@ class _Preparation:
     def _encoded(
         self, pieces: Sequence[TextPiece]
     ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_] | None]]:
-        """The ids of each piece, its end among them, and which of them are to be learnt; None: all."""
+        """Yield the ids of each piece, with the end-of-document id, and which of them are learned; None if
+        all are.
+        """
         texts = [piece.text for piece in pieces]
         if not self.answers:
             for piece, ids in zip(pieces, self.tokenizer.encode_batch(texts), strict=True):
@@ -356,16 +367,16 @@ class _Preparation:
             yield ids, learnt
 
     def _items(self, point: _ResumePoint) -> Iterator[_PositionedPiece]:
-        """Every piece from a point on; pieces of the file before it are read again, but not tokenised."""
+        """Yield every piece from a point on. Earlier pieces of the same file are read again, but not
+        tokenized.
+        """
         before = sum(file.size for file in self.files[: point.file])
         template = self.tokenizer.find_template() if self.answers else None
         for number, file in enumerate(self.files[point.file :], start=point.file):
             skipped = point.piece if number == point.file else 0
             following = self.files[number + 1 :]
-            pieces = islice(
-                read_pieces(file, self.text_field, self.answers, template, following), skipped, None
-            )
-            for count, piece in enumerate(pieces, start=skipped + 1):
+            pieces = read_pieces(file, self.text_field, self.answers, template, following)
+            for count, piece in enumerate(islice(pieces, skipped, None), start=skipped + 1):
                 yield _PositionedPiece(piece, number, count, before + piece.position)
             before += file.size
 
@@ -375,8 +386,10 @@ class _Preparation:
 
 
 def tokens_within(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens have a character within one of the spans, by the characters that each stands for. A token
-    that begins before an answer and ends in it counts: no other one could have said it."""
+    """Return which tokens have a character within one of the spans.
+
+    A token that begins before an answer and ends in it counts, because the answer begins with that token.
+    """
     within = np.zeros(len(offsets), dtype=bool)
     for first, after in spans:
         within |= (offsets[:, 0] < after) & (offsets[:, 1] > np.maximum(first, offsets[:, 0]))
@@ -384,7 +397,9 @@ def tokens_within(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_]:
 
 
 def _batches(items: Iterator[_PositionedPiece]) -> Iterator[list[_PositionedPiece]]:
-    """Items in groups of a few MiB of text: enough to keep every core busy, little enough to hold."""
+    """Yield items in lists of a few MiB of text: enough to keep all cores busy, and little enough for
+    memory.
+    """
     batch: list[_PositionedPiece] = []
     characters = 0
     for item in items:

@@ -1,21 +1,21 @@
-"""Chat templates, run by a process of their own within limits of memory, time and length.
+"""Run chat templates in a process of their own, with limits of memory, time and length.
 
-A chat template is a program in Jinja that comes from elsewhere. Jinja's sandbox keeps it from files and
-objects, but not from work: `'x' * 10**9`, loops in loops, a filter that pads to any width, a macro that calls
-itself twice. Each of these is a single call that Python cannot interrupt, or one of too many to forbid by
-name. The kernel can limit all of them, for a process:
+A chat template is a Jinja program from another source. Jinja's sandbox protects files and objects, but it
+does not limit work: `'x' * 10**9`, nested loops, a filter that pads to any width, a macro that calls itself
+twice. Some of these are single calls that Python cannot interrupt, and there are too many to forbid by name.
+The kernel can limit all of them for a process:
 
-- memory by RLIMIT_AS: what asks for more gets a MemoryError;
-- time by a timer of the processor time that the process uses (ITIMER_PROF), set anew for every conversation:
-  when it is over, the kernel ends the process. A machine that is busy or suspended changes nothing;
-- what is written is counted as it is written.
+- Memory is limited by RLIMIT_AS: an allocation above it is a MemoryError.
+- Time is limited by a timer of the process's processor time (ITIMER_PROF), set for every conversation. When
+  it expires, the kernel ends the process. A busy or suspended machine makes no difference.
+- The written characters are counted as they are written.
 
-It costs the start of a Python that imports nothing but Jinja, about a tenth of a second, once; and about a
-tenth of a millisecond for each conversation.
+It costs the start of a Python that imports only Jinja, about a tenth of a second, once; and about a tenth of
+a millisecond for each conversation.
 
-This file is both ends. `renderer()` gives this process's end. The other is this file run as a program; it
-imports nothing of shardwise, so that it starts at once. Both write JSON. What JSON has no word for, such as a
-date from a table, becomes its text.
+This file contains both sides. `renderer()` returns the side of this process. The other side is this file run
+as a program; it imports nothing from shardwise, so that it starts quickly. Both sides exchange JSON. A value
+that JSON cannot represent, such as a date from a table, becomes its text.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ from datetime import datetime
 from typing import IO, Any, NamedTuple
 
 SECONDS = 2.0
-"""Processor time for one conversation; those that people write take less than a hundredth of it."""
+"""Limit of processor time for one conversation. Common templates take less than a hundredth of it."""
 MEMORY = 512 << 20
-"""Bytes of address space of the process."""
+"""Limit of the process's address space in bytes."""
 CHARACTERS, GROWTH = 1 << 20, 16
 """A rendered conversation may have CHARACTERS characters, plus GROWTH for each character of its input."""
 _LENGTH = struct.Struct("<Q")
-_KEPT = 64
-"""Compiled templates that the process keeps."""
+_MAX_COMPILED = 64
+"""Maximum number of compiled templates that the process keeps."""
 
 
-class NotATemplate(Exception):
-    """The source is not a template in Jinja."""
+class InvalidTemplate(Exception):
+    """The source is not a valid Jinja template."""
 
 
-class Refused(Exception):
-    """The template refuses this conversation, by its own words, or as the sandbox does."""
+class TemplateRefused(Exception):
+    """The template refuses this conversation, by an error of its own or of the sandbox."""
 
 
-class Failed(Exception):
-    """The template fails at this conversation, or reaches a limit. The message is a predicate: "needs more
-    than …"."""
+class TemplateFailed(Exception):
+    """The template fails for this conversation, or reaches a limit.
+
+    The message is a predicate, such as "needs more than …".
+    """
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Request:
     source: str
     variables: Mapping[str, Any]
     marks: tuple[str, str]
-    """Texts to put before and after what stands in a `{% generation %}` block."""
+    """Texts to insert before and after the content of a `{% generation %}` block."""
 
 
 class _Limits(NamedTuple):
@@ -77,56 +79,54 @@ class _Limits(NamedTuple):
 
 
 class Renderer:
-    """Starts the process that renders, sends it requests, and ends it."""
+    """Starts the process that renders templates, sends requests to it, and ends it."""
 
     def __init__(self) -> None:
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({__file__!r}, "
-            f"run_name='__main__')"
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
         )
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(MEMORY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         except OSError as error:
-            raise Failed(
-                f"cannot be run: no process for it could be started ({error.strerror or error})"
-            ) from None
+            reason = error.strerror or error
+            raise TemplateFailed(f"cannot be run: no process for it could be started ({reason})") from None
         self.pid = self._process.pid
         self.owner = os.getpid()
         self._lock = threading.Lock()
         atexit.register(self.close)
 
     def render(self, request: Request) -> str:
-        """The text that the template writes."""
+        """Return the text that the template writes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         variables = json.dumps(request.variables, default=str)
         limits = _Limits(SECONDS, CHARACTERS + GROWTH * (len(variables) + len(request.source)), MEMORY)
         try:
             with self._lock:
-                _send(
-                    self._process.stdin,
-                    json.dumps((request.source, variables, request.marks, limits)).encode(),
-                )
+                message = json.dumps((request.source, variables, request.marks, limits))
+                _send(self._process.stdin, message.encode())
                 kind, text = json.loads(_received(self._process.stdout))
         except (OSError, EOFError):
-            raise Failed(self._how_it_ended()) from None
-        except (
-            BaseException
-        ):  # Ctrl-C, say: the answer is still to come, and would be taken for that of the next request
+            raise TemplateFailed(self._how_it_ended()) from None
+        # After Ctrl-C, for example, this answer would still come and be taken for the next request's.
+        except BaseException:
             self.close()
             raise
         if kind == "text":
             return str(text)
-        raise {"not a template": NotATemplate, "refused": Refused}.get(kind, Failed)(text)
+        raise {"not a template": InvalidTemplate, "refused": TemplateRefused}.get(kind, TemplateFailed)(text)
 
     def is_usable(self) -> bool:
-        """Whether the other process is there, and is not that of a process which this one was forked from."""
+        """Return whether the other process runs and was started by this process, not by one it was forked
+        from.
+        """
         return self.owner == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
-        """End the other process, if it was started by this one."""
+        """End the other process, if this process started it."""
         atexit.unregister(self.close)
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
@@ -140,17 +140,15 @@ class Renderer:
         self.close()
         if status == -signal.SIGPROF:
             return f"takes more than {SECONDS:g} s of processor time for one conversation, which is the limit"
-        return (
-            f"cannot be run: its process was ended "
-            f"{f'by signal {-status}' if status < 0 else f'with status {status}'}"
-        )
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return f"cannot be run: its process was ended {how}"
 
 
 _renderer: Renderer | None = None
 
 
 def renderer() -> Renderer:
-    """The renderer of this process; it is started by the first who asks."""
+    """Return the renderer of this process. It is started at the first call."""
     global _renderer
     if _renderer is None or not _renderer.is_usable():
         _renderer = Renderer()
@@ -173,18 +171,18 @@ def _received(stream: IO[bytes]) -> bytes:
     return content
 
 
-# The other end.
+# The side of the other process.
 
 
 def _serve(memory: int) -> None:
-    """Answer requests until nobody is left to ask."""
+    """Answer requests until the other side closes the pipe."""
     import resource
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # whoever asks decides when to end
-    import jinja2  # before memory is limited  # noqa: F401
+        signal.signal(number, signal.SIG_IGN)  # the process that asks decides when to end
+    import jinja2  # imported before memory is limited  # noqa: F401
 
-    with suppress(OSError, ValueError):  # a system that has no such limit, or a lower one
+    with suppress(OSError, ValueError):  # the system may have no such limit, or a lower one
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     compiled: dict[Any, Any] = {}
     while True:
@@ -193,23 +191,22 @@ def _serve(memory: int) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, limits[0])
-        answer = json.dumps(
-            _answered(compiled, source, json.loads(variables), tuple(marks), _Limits(*limits))
-        ).encode()
+        answer = _answer(compiled, source, json.loads(variables), tuple(marks), _Limits(*limits))
+        content = json.dumps(answer).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(sys.stdout.buffer, answer)
+        _send(sys.stdout.buffer, content)
 
 
-def _answered(
+def _answer(
     compiled: dict[Any, Any], source: str, variables: dict[str, Any], marks: tuple[str, str], limits: _Limits
 ) -> tuple[str, str]:
-    """What kind of answer it is, and its text."""
+    """Render one conversation. Return the kind of the answer and its text."""
     from jinja2 import TemplateError
 
     kind = "not a template"
     try:
         if (source, marks) not in compiled:
-            if len(compiled) >= _KEPT:
+            if len(compiled) >= _MAX_COMPILED:
                 compiled.clear()
             compiled[source, marks] = _environment(marks).from_string(source)
         kind = "refused"
@@ -218,35 +215,35 @@ def _answered(
         return kind, str(error)
     except MemoryError:
         return "failed", f"needs more than {limits.memory >> 20} MiB for one conversation, which is the limit"
-    except Failed as error:
+    except TemplateFailed as error:
         return "failed", str(error)
-    except Exception as error:  # it is a program, and may fail in any way
+    except Exception as error:  # a program may fail in any way
         return "failed", f"fails at it: {type(error).__name__}: {error}"
 
 
 def _joined(pieces: Iterator[str], most: int) -> str:
-    """The text that a template writes piece by piece, as far as it may."""
+    """Join the pieces that a template writes, up to the limit of characters."""
     written, length = [], 0
     for piece in pieces:
         length += len(piece)
         if length > most:
-            raise Failed(
-                f"writes more than {most:,} characters for one conversation, which is the limit for its "
-                f"length"
-            )
+            limit = f"{most:,} characters for one conversation, which is the limit for its length"
+            raise TemplateFailed(f"writes more than {limit}")
         written.append(piece)
     return "".join(written)
 
 
 def _environment(marks: tuple[str, str]) -> Any:
-    """Jinja as chat templates are written for: white space of blocks trimmed, and three words more."""
+    """Return Jinja as chat templates expect it: blocks without surrounding white space, and three more
+    functions.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  (jinja's own way)
+        tags = {"generation"}  # noqa: RUF012  (Jinja requires a class attribute)
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -260,9 +257,8 @@ def _environment(marks: tuple[str, str]) -> Any:
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, **options
-        )  # jinja's own escapes for HTML
+        # Jinja's own filter would escape the text for HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

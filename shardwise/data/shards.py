@@ -1,6 +1,6 @@
-"""Prepared tokens on disk: written once, memory-mapped ever after.
+"""Prepared tokens on disk: written once, and memory-mapped when they are read.
 
-A prepared folder holds
+A prepared folder contains
 
     index.json          the dtype, the tokenizer, counts, and the checksums of each shard; the index ends with
                         a checksum of itself
@@ -11,10 +11,11 @@ A prepared folder holds
     tokenizer.json      a copy of the tokenizer, unless it is `bytes`; beside it tokenizer_config.json and
                         chat_template.jinja, if the tokenizer has them
 
-Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard.
-Two bytes a token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block
-has a CRC-32. A file is written beside its final name, synced and renamed: a crash never leaves half a shard
-looking whole. Data of another version are refused, and made again by the same command.
+Shards form one long row of tokens (`tokens.py` reads it); a document may continue in the next shard. A token
+takes two bytes for vocabularies of up to 65,536 ids and four above, and a document takes eight bytes. Every
+block of 1 MiB has a CRC-32. A file is written under a temporary name, synced and renamed, so that a crash
+never leaves an incomplete shard that looks complete. Data of another version are refused; the command that
+prepares data makes them again.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from shardwise.errors import UserError
-from shardwise.files import inside, only_regular, read_bytes, read_sealed, seal
+from shardwise.files import file_in_folder, read_bytes, read_sealed, regular_file_opener, seal
 
 VERSION = 2
-"""Since 2 the index is sealed (files.py)."""
+"""Version of the format. Since version 2 the index is sealed (files.py)."""
 BLOCK = 1 << 20
+"""Number of bytes that have one checksum."""
 INDEX = "index.json"
-
+"""Name of the index file."""
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -45,7 +47,7 @@ _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 @dataclass(frozen=True)
 class Shard:
-    """One pair of files and what they must hold."""
+    """The files of one shard, and what they must contain."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -55,23 +57,23 @@ class Shard:
     blocks: tuple[_Checksum, ...]
     ends_checksum: _Checksum
     answers: _Count = 0
-    """Stretches to be learnt, where the index says that not all of it is."""
+    """Number of learned spans, if the index says that the folder contains conversations."""
     answers_checksum: _Checksum = 0
 
     @property
     def ends_file(self) -> str:
-        """The file of document ends beside the tokens."""
+        """Name of the file of document ends beside the tokens."""
         return self.file.removesuffix(".bin") + ".ends"
 
     @property
     def answers_file(self) -> str:
-        """The file of what is to be learnt, where that is not all."""
+        """Name of the file of learned spans beside the tokens of conversations."""
         return self.file.removesuffix(".bin") + ".answers"
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a prepared folder says of itself."""
+    """Description of a prepared folder."""
 
     __pydantic_config__ = ConfigDict(strict=True)
 
@@ -84,30 +86,31 @@ class Index:
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
     version: int = VERSION
     holds_answers: bool = False
-    """Whether documents are conversations: never cut unless they must, never seen by each other, and learnt
-    in parts."""
+    """Whether documents are conversations. These are cut only if they must be, never attend to each other,
+    and are learned in parts.
+    """
 
     @property
     def tokens(self) -> int:
-        """Tokens in all, end-of-document tokens included."""
+        """Number of all tokens, including end-of-document tokens."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
-        """Documents in all."""
+        """Number of documents in all shards."""
         return sum(shard.documents for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """The last file to appear: with it, the folder is whole."""
+        """Write the index. It is the last file, so a folder with an index is complete."""
         totals = {"tokens": self.tokens, "documents": self.documents}
         write_atomically(folder / INDEX, seal({**asdict(self), **totals}))
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a folder; a `UserError` where it cannot be understood, or contradicts itself."""
+        """Return the index of a folder. Raise a `UserError` if it cannot be read or contradicts itself."""
         path, advice = folder / INDEX, prepare_again(folder)
         try:
-            content = read_bytes(inside(folder, INDEX), advice)
+            content = read_bytes(file_in_folder(folder, INDEX), advice)
         except FileNotFoundError:
             raise UserError(f"{path} is missing. {advice}") from None
         index = read_sealed(cls, content, path, ("version", VERSION), advice)
@@ -118,8 +121,8 @@ class Index:
     def _contradictions(self) -> Iterator[str]:
         if self.dtype != token_dtype(self.vocabulary) or self.end >= self.vocabulary:
             yield (
-                f"a vocabulary of {self.vocabulary} with dtype {self.dtype} and {self.end} as the end of a "
-                f"document"
+                f"a vocabulary of {self.vocabulary} with dtype {self.dtype} "
+                f"and {self.end} as the end of a document"
             )
         size = int(self.dtype[-1])
         for number, shard in enumerate(self.shards):
@@ -134,19 +137,19 @@ class Index:
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard's tokens."""
+    """Return the name of the file of a shard's tokens."""
     return f"shard-{number:05d}.bin"
 
 
 def token_dtype(vocabulary: int) -> str:
-    """The narrowest of the two dtypes that holds every id."""
+    """Return the smaller of two dtypes that can represent every id."""
     return "<u2" if vocabulary <= 1 << 16 else "<u4"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place so that it is there whole or not at all."""
+    """Write a file so that it exists completely or not at all."""
     aside = path.with_name(path.name + ".partial")
-    with open(aside, "wb", opener=only_regular) as file:
+    with open(aside, "wb", opener=regular_file_opener) as file:
         file.write(content)
         _sync(file)
     os.replace(aside, path)
@@ -158,31 +161,35 @@ def _sync(file: BinaryIO) -> None:
 
 
 def prepare_again(folder: Path) -> str:
-    """What to do about a damaged folder."""
+    """Return the advice for a damaged folder."""
     return f"Delete the folder {folder} and prepare the data again."
 
 
 class ShardWriter:
-    """Writes one shard. Checksums are of what was meant, computed before the bytes reach the disk."""
+    """Writes one shard. Checksums are computed before the bytes reach the disk, so that they detect bad
+    writes.
+    """
 
     def __init__(self, folder: Path, number: int, dtype: str) -> None:
         self.tokens = 0
         self._answers: list[NDArray[np.int64]] = []
         self._path = folder / shard_name(number)
         self._aside = self._path.with_name(self._path.name + ".partial")
-        self._file = open(self._aside, "wb", opener=only_regular)  # noqa: SIM115  (closed by finish or abandon)
+        # `finish` or `abandon` closes the file.
+        self._file = open(self._aside, "wb", opener=regular_file_opener)  # noqa: SIM115
         self._dtype = np.dtype(dtype)
         self._buffer = bytearray()
         self._ends: list[int] = []
         self._blocks: list[int] = []
 
     def append(self, ids: NDArray[Any], ends_document: bool, learnt: NDArray[np.bool_] | None = None) -> None:
-        """Add tokens, the last of which may close a document. `learnt` says which of a conversation's are to
-        be."""
+        """Add tokens, the last of which may end a document.
+
+        For a conversation, `learnt` says which tokens are learned.
+        """
         if learnt is not None:
-            changes = np.flatnonzero(
-                np.diff(learnt, prepend=False, append=False)
-            )  # where a stretch begins or is over
+            # These are the positions at which a learned span begins or ends.
+            changes = np.flatnonzero(np.diff(learnt, prepend=False, append=False))
             self._answers.append(changes + self.tokens)
         self._buffer += ids.astype(self._dtype).tobytes()
         self.tokens += len(ids)
@@ -192,7 +199,7 @@ class ShardWriter:
             self._flush(BLOCK)
 
     def finish(self) -> Shard:
-        """Sync and rename; only now does the shard exist."""
+        """Sync and rename the files. Only now does the shard exist."""
         if self._buffer:
             self._flush(len(self._buffer))
         _sync(self._file)
@@ -208,7 +215,7 @@ class ShardWriter:
         return shard
 
     def abandon(self) -> None:
-        """Leave no trace of an unfinished shard."""
+        """Remove the files of an unfinished shard."""
         self._file.close()
         self._aside.unlink(missing_ok=True)
 

@@ -1,13 +1,13 @@
 """Text to token ids and back.
 
-Two kinds are enough: raw bytes, which need no file and can represent any text (257 ids: the bytes and one
+There are two kinds: raw bytes, which need no file and can represent any text (257 ids: the bytes and one
 end-of-document id), and any Hugging Face `tokenizer.json`, run by the `tokenizers` library, whose Rust code
-uses every core for a batch.
+uses all cores for a batch.
 
-Every document is closed by one end-of-document id: that of the token that a job names
-(`data.end_of_document`), or of the first usual one that the tokenizer has; without either it is refused. A
-tokenizer is known by its `fingerprint`, a hash of its file: prepared data remember it, and are never mixed
-with ids of another tokenizer.
+Every document ends with one end-of-document id. It is the id of the token that a job names
+(`data.end_of_document`), or of the first common one that the tokenizer has; without either, the tokenizer is
+refused. The `fingerprint` of a tokenizer is a hash of its file. Prepared data store it, and are never mixed
+with the ids of another tokenizer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from shardwise.errors import UserError
 from shardwise.files import read_bytes, reading
 
 BYTES = "bytes"
+"""Name of the byte tokenizer in a job."""
 FILE = "tokenizer.json"
+"""Name of the file of any other tokenizer."""
 _ADVICE = f"Give the path of a Hugging Face {FILE} as data.tokenizer, or {BYTES!r} for the built-in one."
 Offsets = NDArray[np.int64]
-"""(ids, 2): of each, its first character in the text, and the one after its last."""
+"""Shape (ids, 2): for each id, its first character in the text and the character after its last."""
 END_NAMES = (
     "<|end_of_text|>",  # Llama 3
     "<|endoftext|>",  # GPT-2, Qwen, SmolLM
@@ -37,8 +39,9 @@ END_NAMES = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
     "<|eos|>",
     "[EOS]",
-    "<|im_end|>",  # last: where a base end token exists too, this one closes chat turns
+    "<|im_end|>",  # last, because it ends chat turns where the tokenizer has another end token
 )
+"""Common end-of-document tokens, in the order in which they are looked for."""
 
 
 class Tokenizer(Protocol):
@@ -46,42 +49,46 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """`bytes`, or the path it was read from."""
+        """`bytes`, or the path of the file."""
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest id."""
+        """Number of ids: the largest id plus one."""
 
     @property
     def end(self) -> int:
-        """The id that closes a document."""
+        """Id of the token that ends a document."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers only if they give equal ids."""
+        """Text that is equal for two tokenizers only if they produce equal ids."""
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """The ids of each text, without any special token added."""
+        """Return the ids of each text, without special tokens added."""
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
-        """The same, and which characters of the text each id stands for. What spells a special token in it
-        becomes that one."""
+        """Return the ids of each text, and which characters each id stands for.
+
+        Text that spells a special token becomes that token.
+        """
 
     def encode_prompt(self, text: str) -> NDArray[np.uint32]:
-        """The ids of a text for a model to go on from, with what the tokenizer's own rules put before it."""
+        """Return the ids of a text that a model is to continue, with the tokens that the tokenizer puts
+        before it.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; ids that make no valid text become U+FFFD."""
+        """Return the text of ids. Ids that are not valid text become U+FFFD."""
 
     def find_template(self) -> ChatTemplate | None:
-        """How it writes conversations; None: nothing says so."""
+        """Return the template that writes conversations; None if there is none."""
 
     def save(self, folder: Path) -> None:
-        """Leave in the folder what `load_tokenizer` needs to read it back."""
+        """Write to the folder what `load_tokenizer` needs to read the tokenizer back."""
 
 
 class ByteTokenizer:
-    """Each byte of the UTF-8 text is its own id; 256 ends a document."""
+    """Tokenizer whose ids are the bytes of the UTF-8 text; id 256 ends a document."""
 
     name = BYTES
     vocabulary = 257
@@ -89,29 +96,28 @@ class ByteTokenizer:
     fingerprint = "bytes-257"
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """One id per UTF-8 byte."""
+        """Return one id per UTF-8 byte."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
-        """One id per UTF-8 byte; the character that stands for the end of a document is that one."""
+        """Return one id per UTF-8 byte. The character `BYTES_END` becomes the end-of-document id."""
         return [_bytes_with_offsets(text) for text in texts]
 
     def encode_prompt(self, text: str) -> NDArray[np.uint32]:
-        """Nothing comes before it."""
+        """Return one id per UTF-8 byte; no token comes before the text."""
         return self.encode_batch([text])[0]
 
     def find_template(self) -> ChatTemplate:
-        """Roles and colons."""
+        """Return a template that writes each role, a colon and the content."""
         return template_of_bytes()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The bytes as text; the end-of-document id has none."""
-        return bytes(int(identifier) for identifier in ids if int(identifier) < 256).decode(
-            "utf-8", errors="replace"
-        )
+        """Return the bytes as text. The end-of-document id has no text."""
+        content = bytes(int(identifier) for identifier in ids if int(identifier) < 256)
+        return content.decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Nothing to keep: there is only one."""
+        """Write nothing, because the byte tokenizer needs no file."""
 
 
 def _bytes_with_offsets(text: str) -> tuple[NDArray[np.uint32], Offsets]:
@@ -125,8 +131,9 @@ def _bytes_with_offsets(text: str) -> tuple[NDArray[np.uint32], Offsets]:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Its own truncation, padding and special tokens are turned off: we pack documents
-    ourselves."""
+    """A `tokenizer.json`, without its truncation, padding and special tokens: shardwise packs documents
+    itself.
+    """
 
     def __init__(self, path: Path, end: str | int | None = None) -> None:
         self.name = str(path)
@@ -134,21 +141,21 @@ class HuggingFaceTokenizer:
         self._tokenizer = _parse(path, self._bytes)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # It adds what begins and ends a text, which only a prompt wants, and may take white space out of the
-        # offsets of others.
+        # The post-processor adds the tokens that begin and end a text, which only prompts need. It may also
+        # remove white space from the offsets of other tokens.
         self._post_processor, self._tokenizer.post_processor = self._tokenizer.post_processor, None
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=-1) + 1
-        self.end = end if isinstance(end, int) else _end(path, ids, end)
-        self.fingerprint = hash_of(self._bytes)
+        self.end = end if isinstance(end, int) else _end_id(path, ids, end)
+        self.fingerprint = file_fingerprint(self._bytes)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """Encoded on all cores, without the offsets that training never reads."""
+        """Return the ids of each text, encoded on all cores. Training does not need the offsets."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
-        """Encoded on all cores."""
+        """Return the ids of each text and their offsets, encoded on all cores."""
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [
             (
@@ -159,71 +166,77 @@ class HuggingFaceTokenizer:
         ]
 
     def encode_prompt(self, text: str) -> NDArray[np.uint32]:
-        """With the tokens that begin a text, if the file says that there are such; without one that would end
-        it."""
+        """Return the ids with the tokens that begin a text, if the file defines any, and without one that
+        ends it.
+        """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         encoding = encoding if self._post_processor is None else self._post_processor.process(encoding)
         ids = np.asarray(encoding.ids, dtype=np.uint32)
         return ids[:-1] if len(ids) and ids[-1] == self.end else ids
 
     def find_template(self) -> ChatTemplate | None:
-        """The one beside the file."""
+        """Return the template beside the tokenizer's file."""
         return find_template(self.name)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, special tokens included, so that the end of a document shows."""
+        """Return the text with special tokens, so that the end of a document is visible."""
         return str(self._tokenizer.decode([int(identifier) for identifier in ids], skip_special_tokens=False))
 
     def save(self, folder: Path) -> None:
-        """A copy of the file, byte for byte."""
+        """Write an exact copy of the file."""
         (folder / FILE).write_bytes(self._bytes)
 
 
 def as_text(tokenizer: Tokenizer, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-    """The text of ids that come one by one, as soon as its characters are whole: bytes of one may be ids of
-    several. `after` are ids before the first, on which it may depend whether that begins with a space."""
-    said = [*after]
-    shown = len(tokenizer.decode(said))
+    """Yield the text of ids that come one by one, as soon as its characters are complete.
+
+    Several ids may encode the bytes of one character. `after` are the ids before the first one; whether the
+    text begins with a space may depend on them.
+    """
+    received = [*after]
+    length = len(tokenizer.decode(received))
     for identifier in ids:
-        said.append(identifier)
-        text = tokenizer.decode(said)
-        if len(text) > shown and not text.endswith("\ufffd"):  # what cannot be read yet is shown so
-            yield text[shown:]
-            shown = len(text)
-    if rest := tokenizer.decode(said)[shown:]:
+        received.append(identifier)
+        text = tokenizer.decode(received)
+        if len(text) > length and not text.endswith("\ufffd"):  # U+FFFD stands for an incomplete character
+            yield text[length:]
+            length = len(text)
+    if rest := tokenizer.decode(received)[length:]:
         yield rest
 
 
 def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder that holds one; `end` is the token, or its id, that closes a
-    document."""
+    """Return the tokenizer `bytes`, or that of a tokenizer.json or of a folder that contains one.
+
+    `end` is the token that ends a document, or its id.
+    """
     if str(name_or_path) != BYTES:
         return HuggingFaceTokenizer(_locate(name_or_path), end)
     if isinstance(end, str):
-        raise UserError(
-            f"data.end_of_document = {end!r}: bytes have an end of their own; leave it out, or give "
-            f"data.tokenizer"
-        )
+        problem = f"data.end_of_document = {end!r}: bytes have an end of their own"
+        raise UserError(f"{problem}; leave it out, or give data.tokenizer")
     return ByteTokenizer()
 
 
 def template_of(name_or_path: str | Path) -> ChatTemplate | None:
-    """The chat template that belongs to a tokenizer, which need not be read for it."""
+    """Return the chat template that belongs to a tokenizer, without reading the tokenizer."""
     return template_of_bytes() if str(name_or_path) == BYTES else find_template(name_or_path)
 
 
 def template_fingerprint(name_or_path: str | Path) -> str:
-    """Of the chat template that belongs to a tokenizer."""
+    """Return the fingerprint of the chat template that belongs to a tokenizer."""
     template = template_of(name_or_path)
     return "no template" if template is None else template.fingerprint
 
 
 def tokenizer_fingerprint(name_or_path: str | Path) -> str:
-    """The fingerprint alone: reading a large vocabulary takes a second, and data that are prepared do not
-    need it."""
+    """Return the fingerprint only.
+
+    Reading a large vocabulary takes a second, and prepared data do not need it.
+    """
     if str(name_or_path) == BYTES:
         return ByteTokenizer.fingerprint
-    return hash_of(_read(_locate(name_or_path)))
+    return file_fingerprint(_read(_locate(name_or_path)))
 
 
 def _locate(name_or_path: str | Path) -> Path:
@@ -246,29 +259,26 @@ def _parse(path: Path, content: bytes) -> Any:
         return Library.from_str(content.decode("utf-8"))
     except (KeyboardInterrupt, SystemExit):
         raise
-    # the library raises bare Exception for a malformed file, and a panic is not even one of those
+    # The library raises a bare Exception for a malformed file, and a panic in Rust is a BaseException.
     except BaseException as error:
-        raise UserError(
-            f"data.tokenizer: {path} is not a Hugging Face {FILE} ({error}). Give the {FILE} that came with "
-            f"the model."
-        ) from None
+        problem = f"data.tokenizer: {path} is not a Hugging Face {FILE} ({error})"
+        raise UserError(f"{problem}. Give the {FILE} that came with the model.") from None
 
 
-def _end(path: Path, ids: dict[str, int], wanted: str | None) -> int:
+def _end_id(path: Path, ids: dict[str, int], wanted: str | None) -> int:
+    """Return the id of the end-of-document token that is wanted, or of the first common one."""
     for name in END_NAMES if wanted is None else (wanted,):
         if name in ids:
             return ids[name]
     if wanted is not None:
-        raise UserError(
-            f"data.end_of_document = {wanted!r}: {path} has no such token. Write one of its tokens, as it "
-            f"spells it."
-        )
+        problem = f"data.end_of_document = {wanted!r}: {path} has no such token"
+        raise UserError(f"{problem}. Write one of its tokens, as it spells it.")
     raise UserError(
         f"data.tokenizer: {path} has no end-of-text token; looked for {', '.join(END_NAMES)}. "
         "Name the one that it has as data.end_of_document."
     )
 
 
-def hash_of(content: bytes) -> str:
-    """The fingerprint of a tokenizer.json of this content."""
+def file_fingerprint(content: bytes) -> str:
+    """Return the fingerprint of a tokenizer.json with this content."""
     return hashlib.sha256(content).hexdigest()[:32]

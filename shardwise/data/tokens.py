@@ -1,9 +1,9 @@
-"""Reading prepared tokens: one long row, memory-mapped, whatever the shards.
+"""Read prepared tokens as one long memory-mapped row, whatever the shards.
 
-Files are mapped rather than read, so the ranks of one machine share the page cache, and opening a terabyte
-takes no time. Each 1 MiB block is checked against its CRC-32 the first time it is read; data of at most 256
-MiB are checked whole when opened, so that a damaged file is known before training starts. With its checksum a
-block is held to the vocabulary, since a token beyond it would be a read outside of the embedding.
+Files are mapped and not read, so that the ranks of one machine share the page cache, and opening a terabyte
+takes no time. Each block of 1 MiB is checked against its CRC-32 when it is first read. Data of at most 256
+MiB are checked as a whole when they are opened, so that a damaged file is found before training starts. The
+tokens of a block are also compared with the vocabulary, because a larger id would read outside the embedding.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from shardwise.data.shards import BLOCK, Index, Shard, prepare_again
 from shardwise.errors import UserError
-from shardwise.files import inside
+from shardwise.files import file_in_folder
 
 CHECKED_WHOLE = 256 << 20
+"""Maximum number of bytes of data that are checked as a whole when they are opened."""
 
 
 class _MappedShard:
-    """One shard, mapped when first touched."""
+    """One shard, mapped when it is first used."""
 
     def __init__(self, folder: Path, shard: Shard, index: Index) -> None:
         self.shard = shard
@@ -44,7 +45,7 @@ class _MappedShard:
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:
-        """Offsets just after the last token of each document, checked."""
+        """Offset just after the last token of each document, checked."""
         path = self._folder / self.shard.ends_file
         content = np.memmap(path, dtype="<i8", mode="r") if self.shard.documents else np.zeros(0, dtype="<i8")
         if zlib.crc32(content.data) != self.shard.ends_checksum:
@@ -57,7 +58,7 @@ class _MappedShard:
 
     @cached_property
     def answers(self) -> NDArray[np.int64]:
-        """Where stretches of tokens that are to be learnt begin and where they are over, in turn, checked."""
+        """Offsets at which spans of learned tokens begin and end, alternating, checked."""
         path = self._folder / self.shard.answers_file
         content = np.memmap(path, dtype="<i8", mode="r") if self.shard.answers else np.zeros(0, dtype="<i8")
         if zlib.crc32(content.data) != self.shard.answers_checksum:
@@ -69,14 +70,15 @@ class _MappedShard:
         return content
 
     def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Of the tokens from start to stop, whether each is to be learnt."""
+        """Return, for each token from start to stop, whether it is learned."""
         if not self.holds_answers:
             return np.ones(stop - start, dtype=bool)
-        begun_or_over = np.searchsorted(self.answers, np.arange(start, stop), side="right")
-        return np.asarray(begun_or_over % 2 == 1)
+        # An odd number of earlier begins and ends means that the token is inside a span.
+        changes = np.searchsorted(self.answers, np.arange(start, stop), side="right")
+        return np.asarray(changes % 2 == 1)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens from start to stop, from checked blocks."""
+        """Return the tokens from start to stop, after checking their blocks."""
         size = self._dtype.itemsize
         self.verify(start * size // BLOCK, -(-stop * size // BLOCK))
         return self._bytes[start * size : stop * size].view(self._dtype)
@@ -96,14 +98,13 @@ class _MappedShard:
 
     def _check_size(self, name: str, expected: int) -> None:
         try:
-            status = inside(self._folder, name).stat()
+            status = file_in_folder(self._folder, name).stat()
         except OSError as error:
             raise self._damaged(name, f"it cannot be read: {error.strerror or error}") from None
         size = status.st_size if stat.S_ISREG(status.st_mode) else None
         if size != expected:
-            raise self._damaged(
-                name, f"it has {size} bytes, not {expected}" if size is not None else "it is not a file"
-            )
+            reason = "it is not a file" if size is None else f"it has {size} bytes, not {expected}"
+            raise self._damaged(name, reason)
 
     def _damaged(self, name: str, reason: str) -> UserError:
         return UserError(f"{self._folder / name} is damaged: {reason}. {prepare_again(self._folder)}")
@@ -120,7 +121,7 @@ class Tokens:
 
     @classmethod
     def open(cls, folder: Path) -> Tokens:
-        """Map a prepared folder, checking every size, and every checksum too where that takes no time."""
+        """Map a prepared folder. Check every size, and every checksum too if that takes no time."""
         tokens = cls(folder, Index.read(folder))
         if len(tokens) * np.dtype(tokens.index.dtype).itemsize <= CHECKED_WHOLE:
             for mapped in tokens._shards:
@@ -132,12 +133,14 @@ class Tokens:
         return int(self._starts[-1])
 
     def read(self, start: int, length: int) -> NDArray[Any]:
-        """The tokens from `start` on, across shards. A view of the file where one shard holds them all."""
+        """Return the tokens from `start` on, across shards. It is a view of the file if one shard contains
+        them all.
+        """
         parts = [shard.read(first, last) for shard, _, first, last in self._overlaps(start, length)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def boundaries(self, start: int, length: int) -> NDArray[np.int64]:
-        """Positions in the window, counted from `start`, of the tokens that close a document."""
+        """Return the positions, counted from `start`, of the tokens in this window that end a document."""
         ends = [np.zeros(0, dtype=np.int64)]
         for shard, base, first, last in self._overlaps(start, length):
             low, high = np.searchsorted(shard.ends, [first, last], side="right")
@@ -145,29 +148,32 @@ class Tokens:
         return np.concatenate(ends)
 
     def learnt(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Of the tokens from `start` on, whether each is to be learnt: all, but where the folder holds
-        conversations."""
+        """Return, for each token from `start` on, whether it is learned.
+
+        All tokens are, except in a folder of conversations.
+        """
         return np.concatenate(
             [shard.learnt(first, last) for shard, _, first, last in self._overlaps(start, length)]
         )
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """For every document, where the next one begins."""
+        """For every document, the position at which the next one begins."""
         bases = self._starts[:-1].tolist()
         return np.concatenate([shard.ends + base for shard, base in zip(self._shards, bases, strict=True)])
 
     @property
     def answers(self) -> NDArray[np.int64]:
-        """Of every stretch that is to be learnt, where it begins; of a folder of conversations."""
+        """In a folder of conversations, the position at which each learned span begins."""
         bases = self._starts[:-1].tolist()
         return np.concatenate(
             [shard.answers[::2] + base for shard, base in zip(self._shards, bases, strict=True)]
         )
 
     def _overlaps(self, start: int, length: int) -> list[tuple[_MappedShard, int, int, int]]:
-        """For each shard under the window: the shard, its first token's position in the row, and the part of
-        it covered."""
+        """Return, for each shard in the window: the shard, the position of its first token, and the covered
+        part.
+        """
         stop = start + length
         assert 0 <= start < stop <= len(self), "window outside the tokens"
         first = int(np.searchsorted(self._starts, start, side="right")) - 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from shardwise.drivers.driver import Driver, RankDriver
 
 if TYPE_CHECKING:
-    from shardwise.resilience.host_link import NoHost
+    from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.sources import Source
 
@@ -45,7 +45,7 @@ class BySpeed(Driver):
 class RowsBySpeedRank(RankDriver):
     """A rank whose number of rows changes with its speed."""
 
-    def source(self, training: Training, link: NoHost | None = None) -> Source:
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         from shardwise.train.sources import OwnRows
 
         return OwnRows(training, by_speed=True)

@@ -28,7 +28,7 @@ from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.config import Config
 from shardwise.drivers.server_settings import portions, server_settings
 from shardwise.errors import UserError
-from shardwise.mesh import meeting_place
+from shardwise.mesh import open_team_store
 from shardwise.mesh.sockets import address_towards
 from shardwise.optim import local
 from shardwise.parallel.placement import held
@@ -82,7 +82,7 @@ class Contributions:
             self._listener = Listener(
                 address, credentials(worker.store_name), self.store, self.scheduler, digest(config), self.rows
             )
-            meeting_place(worker).set(f"listener {worker.rank}", f"{address} {self._listener.port}")
+            open_team_store(worker).set(f"listener {worker.rank}", f"{address} {self._listener.port}")
 
     def draw(self) -> Drawn | None:
         """Wait for the next update; return None if the run is to stop first."""

@@ -23,16 +23,16 @@ from shardwise.asynchronous import messages
 from shardwise.asynchronous.wire import Wire, dial
 from shardwise.config import Config, Layout
 from shardwise.data import Dataset
-from shardwise.data.batches import Batch, parts, to_batch
+from shardwise.data.batches import Batch, split_evenly, to_batch
 from shardwise.drivers.contributions import credentials, digest
 from shardwise.drivers.server_settings import server_settings
 from shardwise.errors import RunFailed, UserError
-from shardwise.mesh import Worker, meeting_place
+from shardwise.mesh import Worker, open_team_store
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
-from shardwise.plan import choose, reduce_dtype
-from shardwise.resilience.channel import NotOurs
-from shardwise.resilience.host_link import NoHost
+from shardwise.plan import choose
+from shardwise.resilience.channel import UntrustedMessage
+from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import Training, build
 
 log = logging.getLogger("shardwise")
@@ -49,16 +49,16 @@ class Contributor:
     def __init__(self, config: Config, worker: Worker, dataset: Dataset) -> None:
         self._config, self._training = config, _build_alone(config, worker, dataset)
 
-    def work(self, worker: Worker, ranks: int, link: NoHost) -> bool:
+    def work(self, worker: Worker, ranks: int, link: WorkerLink) -> bool:
         """Work for this many servers; return whether all is done. False: the servers are gone."""
         wires: list[Wire] = []
         try:
             for rank in range(ranks):
-                store = meeting_place(worker, timedelta(seconds=MEET_SECONDS))
+                store = open_team_store(worker, timedelta(seconds=MEET_SECONDS))
                 address, _, port = store.get(f"listener {rank}").decode().rpartition(" ")
                 wires.append(dial(address, int(port), credentials(worker.store_name)))
             return _Connected(self._training, self._config, wires, worker).work(link)
-        except (OSError, EOFError, NotOurs, torch.distributed.DistError) as error:
+        except (OSError, EOFError, UntrustedMessage, torch.distributed.DistError) as error:
             log.warning("let go of the servers: %s", error)
             time.sleep(RETRY_SECONDS)
             return False
@@ -93,7 +93,7 @@ class _Connected:
         self.versions = [-1] * len(wires)
         """Version of the weights that each server sent last."""
 
-    def work(self, link: NoHost) -> bool:
+    def work(self, link: WorkerLink) -> bool:
         """Compute portions until there are no more, or the worker is asked to stop; return whether all is
         done."""
         count = 0
@@ -109,14 +109,14 @@ class _Connected:
                 case messages.End():
                     return True
                 case other:
-                    raise NotOurs(f"{other} in answer to a worker that asks")
+                    raise UntrustedMessage(f"{other} in answer to a worker that asks")
             if link.wish() is not None:
                 return False
 
     def _greet(self, wire: Wire, name: str) -> dict[str, tuple[slice, ...]]:
         welcome = _answer(wire, messages.Hello(name))
         if not isinstance(welcome, messages.Welcome) or welcome.slices.keys() != self.parameters.keys():
-            raise NotOurs("a server of another model")
+            raise UntrustedMessage("a server of another model")
         if welcome.job != digest(self.config):
             raise UserError(
                 "this worker was started with another job than its servers: give every node the same job and "
@@ -137,7 +137,7 @@ class _Connected:
                 0,
                 buffer.numel() * buffer.element_size(),
             ):
-                raise NotOurs(f"{answer} with {behind} bytes in answer to a worker that pulls")
+                raise UntrustedMessage(f"{answer} with {behind} bytes in answer to a worker that pulls")
             if behind:
                 wire.read(buffer)
                 for name, part in _views(buffer, slices):
@@ -157,10 +157,10 @@ class _Connected:
             wire.send(messages.to_json(messages.Push(portion)), self._encoded(server, portion))
         for wire in self.wires:
             if not isinstance(_received(wire), messages.Stored):
-                raise NotOurs("no answer to a worker that pushes")
+                raise UntrustedMessage("no answer to a worker that pushes")
         noted = _answer(self.wires[0], brought(training, portion, loss, batch))
         if not isinstance(noted, messages.Noted):
-            raise NotOurs("no answer to a worker that brings")
+            raise UntrustedMessage("no answer to a worker that brings")
         if not noted.counts:  # what it had kept from before was in it
             self.left_out = before
 
@@ -185,7 +185,7 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
     """Return the micro-batches of a portion of `size` rows."""
     train, dataset = training.config.train, training.dataset
     count = -(-size // (train.micro_batch or size))
-    rows = [(portion * size + part.start, len(part)) for part in parts(size, count)]
+    rows = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
     return [
         replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows
     ]
@@ -193,7 +193,7 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
     """Return the loss of a portion, summed over its items; its gradient is left on the parameters."""
-    dtype = DTYPES[reduce_dtype(training.config.train)]
+    dtype = DTYPES[training.plan.model.dtypes.sums]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
         return float(
@@ -231,5 +231,5 @@ def _answer(wire: Wire, message: messages.FromWorker) -> messages.Message:
 def _received(wire: Wire) -> messages.Message:
     text, behind = wire.receive()
     if behind:
-        raise NotOurs(f"{behind} bytes behind {text}")
+        raise UntrustedMessage(f"{behind} bytes behind {text}")
     return messages.from_json(text)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwise.mesh import Worker
     from shardwise.optimizers import Optimizer
     from shardwise.plan import Plan
-    from shardwise.resilience.host_link import NoHost
+    from shardwise.resilience.worker_link import WorkerLink
     from shardwise.section import Section
     from shardwise.train.build import Training
     from shardwise.train.planner import Planner
@@ -48,7 +48,7 @@ class Crew:
 class LooseWorker(Protocol):
     """A worker that is no rank of a team, but computes for the ranks."""
 
-    def work(self, worker: Worker, ranks: int, link: NoHost) -> bool:
+    def work(self, worker: Worker, ranks: int, link: WorkerLink) -> bool:
         """Compute for this many ranks; return whether all is done. False: the ranks are gone."""
 
 
@@ -117,9 +117,9 @@ class Driver:
     def check_memory(self, config: Config, plan: Plan) -> None:
         """Refuse a job whose states do not fit into the memory of this host, where they are kept there."""
 
-    def saved_numbers(self, config: Config, plan: Plan) -> int:
+    def saved_numbers(self, plan: Plan) -> int:
         """Return how many numbers a checkpoint holds."""
-        return plan.groups * plan.state_numbers(config.optimizer)
+        return plan.groups * plan.state_numbers
 
     # Plans
 
@@ -169,7 +169,7 @@ class RankDriver:
 
     # A step
 
-    def source(self, training: Training, link: NoHost | None = None) -> Source:
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         """Return where the gradients of the steps come from. `link` tells whether the run is to stop."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.asynchronous.shared_memory import SharedState
     from shardwise.config import Config, Layout, Recovery, Train
     from shardwise.plan import Plan
-    from shardwise.resilience.host_link import NoHost
+    from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.sources import Source
 
@@ -90,11 +90,9 @@ class Hogwild(WholeModels):
     def check_memory(self, config: Config, plan: Plan) -> None:
         import psutil
 
-        from shardwise.config.dtypes import BYTES
-        from shardwise.plan.dtypes import state_dtype
         from shardwise.units import GIB
 
-        needed = BYTES[state_dtype(config.train)] * plan.state_numbers(config.optimizer)
+        needed = plan.state_width * plan.state_numbers
         free = psutil.virtual_memory().available
         if needed > free:
             raise UserError(
@@ -128,7 +126,7 @@ class HogwildRank(RankDriver):
     def __init__(self, shared: SharedState) -> None:
         self.shared = shared
 
-    def source(self, training: Training, link: NoHost | None = None) -> Source:
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         from shardwise.drivers.lock_free import LockFree
 
         return LockFree(training, self.shared, hogwild_settings(training.config).locked)

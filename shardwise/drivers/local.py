@@ -19,8 +19,8 @@ from pydantic import Field
 from shardwise.drivers.driver import Driver, leave_out, sums_gradients_only
 from shardwise.drivers.synchronous import OwnRowsRank
 from shardwise.errors import ConfigError
+from shardwise.plurals import counted
 from shardwise.section import Degree, NonNegative, Positive, Section
-from shardwise.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,9 +125,9 @@ class LocalGroups(Driver):
     def groups(self, config: Config) -> int:
         return local_settings(config).groups
 
-    def saved_numbers(self, config: Config, plan: Plan) -> int:
+    def saved_numbers(self, plan: Plan) -> int:
         """The anchor, which is saved as the model, and its momentum come on top of each group's state."""
-        return super().saved_numbers(config, plan) + plan.parameters + (plan.parameters - plan.frozen)
+        return super().saved_numbers(plan) + plan.parameters + (plan.parameters - plan.frozen)
 
     def first_plan(self, planner: Planner) -> Plan:
         return _plan_groups(planner, self.groups(planner.config), planner.devices)
@@ -152,7 +152,7 @@ class LocalGroups(Driver):
         config, layout = training.config, training.plan.layout
         sizes = {
             name: parameter.numel()
-            for name, parameter in build_plain(config).named_parameters()
+            for name, parameter in build_plain(training.plan.model).named_parameters()
             if parameter.requires_grad
         }
         same_on = "data" if not layout.zero and layout.expert == 1 else None

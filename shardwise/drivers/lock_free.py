@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.data.batches import Batch
-from shardwise.optim import learning_rate, update
+from shardwise.optim import update
+from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.sources import (
     Drawn,

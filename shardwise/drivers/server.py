@@ -15,7 +15,7 @@ from shardwise.drivers.driver import Crew, LooseWorker, RankDriver, sums_gradien
 from shardwise.drivers.server_settings import TABLE, ServerSettings, server_settings
 from shardwise.drivers.whole_models import WholeModels, no_experts, no_scales, splits_model
 from shardwise.errors import UserError
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 if TYPE_CHECKING:
     from shardwise.config import Config, Layout, Train
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.mesh import Worker
     from shardwise.optimizers import Optimizer
     from shardwise.plan import Plan
-    from shardwise.resilience.host_link import NoHost
+    from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.planner import Planner
     from shardwise.train.sources import Source
@@ -140,7 +140,7 @@ class ParameterServer(WholeModels):
 class ServerRank(RankDriver):
     """A server: it sums the gradients that workers brought."""
 
-    def source(self, training: Training, link: NoHost | None = None) -> Source:
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         from shardwise.drivers.contributions import Contributions
 
         assert link is not None, "a server has to learn that the run is to stop while it waits for workers"

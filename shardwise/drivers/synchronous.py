@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardwise.drivers.driver import Driver, RankDriver
 
 if TYPE_CHECKING:
-    from shardwise.resilience.host_link import NoHost
+    from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.sources import Source
 
@@ -29,7 +29,7 @@ class Synchronous(Driver):
 class OwnRowsRank(RankDriver):
     """A rank that computes the gradient of its own rows."""
 
-    def source(self, training: Training, link: NoHost | None = None) -> Source:
+    def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         from shardwise.train.sources import OwnRows
 
         return OwnRows(training)

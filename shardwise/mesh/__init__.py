@@ -1,37 +1,39 @@
-"""Ranks, axes, groups; finding out how we were launched. The latter needs no torch, which is imported once it
-is needed."""
+"""Ranks, axes and process groups, and how this process was launched.
+
+The part about launching needs no torch; torch is imported when the other part is first used.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.mesh.launched import (
+from shardwise.mesh.environment import (
     ALONE,
-    Launched,
+    LaunchMode,
     Node,
     Worker,
     cache_folder,
     cores,
-    launched,
+    launch_mode,
     worker_environment,
 )
 
 if TYPE_CHECKING:
-    from shardwise.mesh.devices import device_memory, device_name, local_gpus, on_gpus, share_gpus
+    from shardwise.mesh.devices import device_memory, device_name, gpus_are_shared, local_gpus, uses_gpus
     from shardwise.mesh.mesh import (
         Mesh,
         abandon,
         join,
         leave,
-        meeting_place,
         open_rendezvous_store,
+        open_team_store,
         peer_is_gone,
     )
 
 __all__ = [
     "ALONE",
-    "Launched",
+    "LaunchMode",
     "Mesh",
     "Node",
     "Worker",
@@ -40,24 +42,23 @@ __all__ = [
     "cores",
     "device_memory",
     "device_name",
+    "gpus_are_shared",
     "join",
-    "launched",
+    "launch_mode",
     "leave",
     "local_gpus",
-    "meeting_place",
-    "on_gpus",
     "open_rendezvous_store",
+    "open_team_store",
     "peer_is_gone",
-    "share_gpus",
+    "uses_gpus",
     "worker_environment",
 ]
 
-_DEVICES = ("device_memory", "device_name", "local_gpus", "on_gpus", "share_gpus")
+_DEVICES = ("device_memory", "device_name", "local_gpus", "uses_gpus", "gpus_are_shared")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(
-        import_module("shardwise.mesh.devices" if name in _DEVICES else "shardwise.mesh.mesh"), name
-    )
+    module = "shardwise.mesh.devices" if name in _DEVICES else "shardwise.mesh.mesh"
+    return getattr(import_module(module), name)

@@ -1,7 +1,7 @@
-"""The devices of this machine and of this process. On a CPU machine, workers share the cores evenly.
+"""The devices of this machine and of this process. On a machine without GPUs, workers share the cores evenly.
 
-The process that starts workers asks here too. It can do without torch where there is no GPU, so torch is
-imported only to ask a GPU, or to be a worker.
+The process that starts workers uses this module too. It does not need torch where there is no GPU, so torch
+is imported only to query a GPU, or in a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from shardwise.errors import UserError
-from shardwise.mesh.launched import Worker, gpus_are_hidden, threads_of_worker
+from shardwise.mesh.environment import Worker, gpus_are_hidden, threads_of_worker
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from shardwise.config import Device
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Options of glibc's mallopt (malloc.h)."""
+"""Options of glibc's `mallopt` (malloc.h)."""
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
-"""What a driver puts into /dev: NVIDIA's for cards and for boards, AMD's, and Windows' for Linux inside
-it."""
+"""Patterns of the files that a GPU driver creates in /dev: NVIDIA's for cards and for boards, AMD's, and that
+of Windows for Linux.
+"""
 
 
 def local_gpus() -> int:
-    """Number of GPUs that this process may use. Torch is not imported where the answer is 0 without it."""
+    """Return the number of GPUs that this process may use. torch is not imported if there is no driver."""
     if not _has_gpu_driver() or gpus_are_hidden():
         return 0
     import torch
@@ -40,9 +41,11 @@ def _has_gpu_driver() -> bool:
     return any(True for pattern in GPU_FILES for _ in Path("/dev").glob(pattern))
 
 
-def on_gpus(workers: int, asked: Device = "auto") -> bool:
-    """Whether so many workers of this machine compute on GPUs: where each has one, or where that is asked for
-    (`run.device`)."""
+def uses_gpus(workers: int, asked: Device = "auto") -> bool:
+    """Return whether this number of workers on this machine compute on GPUs.
+
+    They do if each worker has its own GPU, or if the user asked for GPUs (`run.device`).
+    """
     if asked == "cuda" and not local_gpus():
         raise UserError(
             "run.device = 'cuda': this machine has no GPU that torch can use; leave it out, or see "
@@ -51,18 +54,20 @@ def on_gpus(workers: int, asked: Device = "auto") -> bool:
     return asked == "cuda" or (asked == "auto" and local_gpus() >= workers)
 
 
-def share_gpus(workers: int) -> bool:
-    """Whether there are more workers of this machine than GPUs; what they send to each other then goes
-    through host memory."""
+def gpus_are_shared(workers: int) -> bool:
+    """Return whether this machine has more workers than GPUs. They then communicate through host memory."""
     return workers > local_gpus()
 
 
 def pick_device(worker: Worker, asked: Device = "auto") -> torch.device:
-    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers or it is
-    asked for. Where GPUs are asked for, workers share them."""
+    """Return the device of a worker: the GPU with its local rank, or the CPU.
+
+    The CPU is used where there are fewer GPUs than workers, or where the user asked for it. If the user asked
+    for GPUs, workers share them.
+    """
     import torch
 
-    if on_gpus(worker.local_world, asked):
+    if uses_gpus(worker.local_world, asked):
         device = torch.device("cuda", worker.local_rank % local_gpus())
         torch.cuda.set_device(device)
         return device
@@ -72,18 +77,19 @@ def pick_device(worker: Worker, asked: Device = "auto") -> torch.device:
 
 
 def _keep_freed_memory() -> None:
-    """Let this process keep what tensors give back: a step needs as much as the one before. glibc hands large
-    pieces back to the system and asks for them anew, and that takes as long as computing what goes into them
-    (a step of ZeRO-2: a seventh).
+    """Let this process keep the memory that tensors free, because the next step needs as much again.
+
+    glibc returns large blocks to the system and requests them again. That takes as long as computing their
+    contents: a seventh of a step with ZeRO-2.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
     if mallopt is not None:
         for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
             mallopt(option, 2**31 - 1)
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of a GPU; `cpu` for a CPU."""
+    """Return the maker's name of a GPU, or `cpu` for a CPU."""
     if device.type != "cuda":
         return "cpu"
     import torch
@@ -92,8 +98,10 @@ def device_name(device: torch.device) -> str:
 
 
 def device_memory(workers_here: int, asked: Device = "auto") -> float:
-    """Bytes of memory one worker may count on: its GPU's, or its share of a GPU's or of the machine's."""
-    if on_gpus(workers_here, asked):
+    """Return the bytes of memory that one worker may use: of its GPU, or its share of a GPU or of the
+    machine.
+    """
+    if uses_gpus(workers_here, asked):
         import torch
 
         sharing = -(-workers_here // local_gpus())

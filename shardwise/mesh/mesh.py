@@ -1,8 +1,8 @@
-"""Ranks, axes and groups: one torch DeviceMesh whose dimensions carry the names of the layout's axes.
+"""Ranks, axes and process groups: one torch DeviceMesh whose dimensions have the names of the layout's axes.
 
-Which axes there are and what they are made of is in `plan/grid.py`. Every axis is there even at size 1, so
-that the rest of the code asks by name and never by case. Several axes are asked for as one with an "x"
-between: `group("data x context")` are the devices that hold the same weights.
+`plan/grid.py` says which axes there are and what they consist of. Every axis exists even at size 1, so that
+the rest of the code can ask for it by name without special cases. Several axes are joined by an "x":
+`group("data x context")` contains the devices that hold the same weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Device, Layout
-from shardwise.mesh.devices import pick_device, share_gpus
-from shardwise.mesh.launched import Worker, agent_has_store
+from shardwise.mesh.devices import gpus_are_shared, pick_device
+from shardwise.mesh.environment import Worker, agent_has_store
 from shardwise.mesh.sockets import (
     LOOPBACK,
     address_for_other_machines,
@@ -31,20 +31,22 @@ from shardwise.mesh.sockets import (
 )
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
-AGENT_TIMEOUT = datetime.timedelta(seconds=20)  # torch dials for about three times as long
+AGENT_TIMEOUT = datetime.timedelta(seconds=20)
+"""Timeout for connecting to torchrun's agent. torch tries for about three times as long."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""Timeout of collectives, and of connecting to the store."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This worker's place on the grid of devices."""
+    """The grid of devices, and this worker's place on it."""
 
     worker: Worker
     layout: Layout
     device: torch.device
     grid: DeviceMesh | None
     groups: int = 1
-    """Grids of this layout, each of which trains by itself; the axis "group" goes over them."""
+    """Number of grids of this layout, each of which trains by itself. The axis "group" goes across them."""
     _subs: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
     _neighbours: dict[tuple[str, int], dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False
@@ -52,13 +54,12 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """Which share of the global batch is this worker's, from 0 to `groups` times
-        `layout.data_parallel`."""
+        """Index of this worker's part of the global batch, below `groups` times `layout.data_parallel`."""
         group = self.coordinate("group") * self.layout.data_parallel
         return group + self.coordinate("replica") * self.layout.data + self.coordinate("data")
 
     def coordinate(self, axis: str) -> int:
-        """This worker's position along an axis, or along several as one."""
+        """Return this worker's index along an axis, or along several joined axes."""
         if axis == "group":
             return self.worker.rank // self.layout.world
         index = 0
@@ -67,37 +68,41 @@ class Mesh:
         return index
 
     def size(self, axis: str) -> int:
-        """Devices along an axis, or along several as one."""
+        """Return the number of devices along an axis, or along several joined axes."""
         return self.groups if axis == "group" else int(devices(axis, self.layout))
 
     def sub(self, *axes: str) -> DeviceMesh:
-        """The part of the grid spanned by these axes, one dimension each."""
+        """Return the part of the grid that these axes span, with one dimension for each."""
         assert self.grid is not None, "one device has no grid"
         if axes not in self._subs:
             self._subs[axes] = part_of(self.grid, tuple(self._flat(axis) for axis in axes))
         return self._subs[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The peers along an axis; None where this worker is alone on it."""
+        """Return the process group along an axis; None if this worker is the only one on it."""
         return None if self.grid is None or self.size(axis) == 1 else self.sub(axis).get_group()
 
     def neighbours(self, axis: str, devices: int) -> dist.ProcessGroup:
-        """So many of the peers along an axis that follow one another, this worker among them. All workers ask
-        at once."""
+        """Return the process group of this worker and its neighbours along an axis, `devices` in total.
+
+        All workers must call this at the same time.
+        """
         assert self.grid is not None, "one device has no neighbours"
         if (axis, devices) not in self._neighbours:
             dims, names = list(members(self.layout, axis)), list(_dims(self.layout, self.groups))
-            order = sorted(
-                range(len(names)), key=lambda dim: names[dim] in dims
-            )  # the others first; each in its order
+            # The dimensions of this axis come last, so that its devices follow each other in a row.
+            order = sorted(range(len(names)), key=lambda dim: names[dim] in dims)
             ranks = self.grid.mesh.permute(order).reshape(-1, devices).tolist()
-            own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
-            self._neighbours[axis, devices] = own
+            group, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+            self._neighbours[axis, devices] = group
         return self._neighbours[axis, devices]
 
     def second_group(self, axis: str) -> dist.ProcessGroup | None:
-        """Another group of the same peers, who make it together, for a thread of its own: the collectives of
-        a group must come in one order on all of them, and those of two threads would not."""
+        """Return another process group of the same peers, for use by a second thread.
+
+        All peers must issue the collectives of one group in the same order. Two threads that shared a group
+        could not guarantee that. All peers create the group together.
+        """
         group = self.group(axis)
         if group is None:
             return None
@@ -108,12 +113,14 @@ class Mesh:
         return second
 
     def label(self, axis: str) -> str:
-        """The axes that an axis consists of here, for people to read: those with several devices."""
+        """Return a readable name of an axis: the names of its parts that have more than one device."""
         return label(axis, self.layout)
 
     def _flat(self, axis: str) -> str:
-        """The name of a dimension of the grid that is this axis; several become one, which makes a group on
-        all ranks."""
+        """Return the name of the grid dimension that is this axis.
+
+        Several axes are joined into one dimension, which creates a process group on all ranks.
+        """
         assert self.grid is not None, "one device has no grid"
         if axis == "group":
             return axis
@@ -124,18 +131,20 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker speaks for the run."""
+        """Whether this worker is rank 0, which writes logs and records for the run."""
         return self.worker.rank == 0
 
 
 def _dims(layout: Layout, groups: int) -> dict[str, int]:
-    """Of the grid, outermost first."""
+    """Return the sizes of the dimensions of the grid, the outermost first."""
     return {**({"group": groups} if groups > 1 else {}), **grid_dims(layout)}
 
 
 def join(worker: Worker, layout: Layout, asked: Device = "auto", groups: int = 1) -> Mesh:
-    """Meet the peers and lay out the grid. A world of one needs none, unless states are offloaded: FSDP2 does
-    that, on a mesh."""
+    """Connect to the peers and create the grid of devices.
+
+    A single worker needs no grid, except with offloaded states: FSDP2 offloads, and it needs a mesh.
+    """
     device = pick_device(worker, asked)
     assert groups * layout.world == worker.world, "the plan was made for this world"
     if worker.world == 1 and not layout.offload:
@@ -144,9 +153,8 @@ def join(worker: Worker, layout: Layout, asked: Device = "auto", groups: int = 1
     dims = _dims(layout, groups)
     grid = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     mesh = Mesh(worker, layout, device, grid, groups)
-    for (
-        axis
-    ) in JOINED_AXES:  # all ranks must make a group at once; later, some of them may have no use for it
+    # All ranks must create a group at the same time, also those that do not use it later.
+    for axis in JOINED_AXES:
         mesh.group(axis)
     return mesh
 
@@ -164,15 +172,15 @@ def _meet(worker: Worker, device: torch.device) -> None:
 
 
 def _backend(worker: Worker, device: torch.device) -> str:
-    """What carries tensors between workers. NCCL refuses two of them on one GPU."""
+    """Return the name of torch's backend for collectives. NCCL refuses two workers on one GPU."""
     if device.type == "cpu":
         return "gloo"
-    if not share_gpus(min(worker.local_world, worker.world)):
+    if not gpus_are_shared(min(worker.local_world, worker.world)):
         return "nccl"
-    from shardwise.mesh import through_host
+    from shardwise.mesh import host_memory_group
 
-    through_host.register()
-    return through_host.NAME
+    host_memory_group.register()
+    return host_memory_group.NAME
 
 
 def _rendezvous(worker: Worker) -> dict[str, Any]:
@@ -184,29 +192,35 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
         worker.address if worker.world == worker.local_world else address_for_other_machines(worker.address)
     )
     if worker.launcher != "shardwise":
-        check_resolves(address)  # torch would try for half an hour
+        check_resolves(address)  # torch would try to resolve it for half an hour
     use_network_towards(address, worker.port)
     if worker.launcher != "shardwise" and worker.rank == 0:
         return {"store": _store_at(address, worker.port)}
     store = TCPStore(address, worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     if worker.launcher != "shardwise":
         return {"store": store}
-    # Peers of an earlier team left their addresses in the store, under its own name.
+    # The prefix keeps the addresses of this team apart from those that an earlier team left in the store.
     return {"store": PrefixStore(f"{worker.store_name}-{worker.generation}", store)}
 
 
 def _store_of_torchrun(worker: Worker) -> Any:
-    """Where torchrun says that its workers meet. An agent that does not answer is gone, and nobody waits for
-    it long, since a worker that dials hears no signal."""
-    patience = AGENT_TIMEOUT if agent_has_store() else COLLECTIVE_TIMEOUT
-    store, _, _ = next(rendezvous("env://", worker.rank, worker.world, timeout=patience))
+    """Return the store in which torchrun's workers find each other.
+
+    If torchrun's agent does not answer, it has ended. The timeout is short then, because a worker cannot
+    handle signals while it tries to connect.
+    """
+    timeout = AGENT_TIMEOUT if agent_has_store() else COLLECTIVE_TIMEOUT
+    store, _, _ = next(rendezvous("env://", worker.rank, worker.world, timeout=timeout))
     store.set_timeout(COLLECTIVE_TIMEOUT)
     return store
 
 
 def _store_at(address: str, port: int) -> TCPStore:
-    """torch would listen at every address of this machine, to anyone who calls: it is given a socket that
-    does not."""
+    """Return a store that listens at one address only.
+
+    torch would accept connections at every address of this machine. It is therefore given a socket that does
+    not.
+    """
     listener = listen(address, port)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -219,29 +233,36 @@ def _store_at(address: str, port: int) -> TCPStore:
     )
 
 
-def meeting_place(worker: Worker, timeout: datetime.timedelta = COLLECTIVE_TIMEOUT) -> PrefixStore:
-    """Where the ranks of a team leave word for workers that work for it and are none of them."""
+def open_team_store(worker: Worker, timeout: datetime.timedelta = COLLECTIVE_TIMEOUT) -> PrefixStore:
+    """Return the store in which a team's ranks leave their addresses for workers that are not part of the
+    team.
+    """
     store = TCPStore(worker.address, worker.port, is_master=False, timeout=timeout)
     return PrefixStore(f"{worker.store_name}-{worker.generation}-word", store)
 
 
 def open_rendezvous_store(address: str = LOOPBACK) -> TCPStore:
-    """Where workers of one team after another find each other, at this address: in a process that outlives
-    them."""
+    """Return a new store in which the workers of one team after another find each other.
+
+    It must be in a process that outlives the workers.
+    """
     return _store_at(address, 0)
 
 
 def leave() -> None:
-    """Part from the peers, if there are any."""
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        # an answer from the cache would carry the mesh, and the groups, of this team into the next
+        # An entry of the caches would keep the mesh and the groups of this team alive in the next team.
         forget_meshes()
 
 
 def abandon() -> None:
-    """Let go of peers of whom one is gone: closing the connections tells the others, who may wait for us."""
-    with contextlib.suppress(Exception):  # a broken group may complain; there is nobody to part from
+    """Destroy the process groups after a peer has ended.
+
+    Closing the connections tells the other peers, who may be waiting for this worker.
+    """
+    with contextlib.suppress(Exception):  # a broken group may raise an error
         dist.destroy_process_group()
     count_groups_anew()
     forget_meshes()
@@ -257,11 +278,13 @@ _GONE = (
 
 
 def peer_is_gone(error: BaseException | None) -> bool:
-    """Whether this only tells that another worker ended, hung up, or never came. torch's collectives say so
-    in RuntimeErrors; that some server of the user's cannot be reached is another matter.
+    """Return whether an error only means that another worker ended, closed its connection, or never came.
+
+    torch's collectives report this in RuntimeErrors. A server of the user that cannot be reached does not
+    count.
     """
     while error is not None:
-        # Of torch's CheckpointException, which is not named here: its import takes a second.
+        # `failures` belongs to torch's CheckpointException, whose import takes a second.
         inside = [repr(failure) for failure in getattr(error, "failures", {}).values()]
         if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
             return True

@@ -1,7 +1,7 @@
-"""Addresses of this machine: at which one to listen, and which one others see.
+"""Addresses of this machine: at which one to listen, and which one other machines see.
 
-A port that only workers of one machine use is opened at the loopback address, any other at the one address
-that the peers use: a machine has more networks than the one that a run is meant for.
+A port that only workers of one machine use is opened at the loopback address. Any other port is opened at the
+one address that the peers use, because a machine may have more networks than the one meant for a run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import socket
 import psutil
 
 from shardwise.errors import UserError
-from shardwise.mesh.launched import GIVEN_INTERFACES
+from shardwise.mesh.environment import GIVEN_INTERFACES
 
 LOOPBACK = "127.0.0.1"
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens at this address alone; at all addresses where the name leads to none of this
-    machine's (a cluster may translate the address of a service).
+    """Return a socket that listens at this address only.
+
+    If the name does not belong to this machine, listen at all addresses: a cluster may translate the address
+    of a service.
     """
     check_resolves(address)
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -42,24 +44,24 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def check_resolves(name: str) -> None:
-    """Raise a UserError if the name of the first node cannot be resolved on this machine."""
+    """Raise a UserError if this machine cannot resolve the name of the first node."""
     try:
         socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        own = _address_outside()
+        host, address = socket.gethostname(), _address_outside()
+        more = f". The address of {host} is {address}" if address else ""
         raise UserError(
-            f"the name {name}, by which the launcher names the first node, cannot be resolved on "
-            f"{socket.gethostname()} "
+            f"the name {name}, which the launcher gives the first node, cannot be resolved on {host} "
             f"({error.strerror}). Give every node the first node's address instead: MASTER_ADDR=ADDRESS "
-            f"under Slurm (export it "
-            "before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere; or let all nodes resolve the name (DNS, "
-            "/etc/hosts)" + (f". The address of {socket.gethostname()} is {own}" if own else "")
+            "under Slurm (export it before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere; or let all nodes "
+            f"resolve the name (DNS, /etc/hosts){more}"
         ) from None
 
 
 def address_towards(address: str, port: int) -> str:
-    """This machine's address, as seen on the way to another."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+    """Return the address of this machine on the route to another address."""
+    # Connecting a datagram socket sends nothing.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
         except OSError:
@@ -68,9 +70,11 @@ def address_towards(address: str, port: int) -> str:
 
 
 def address_for_other_machines(name: str) -> str:
-    """The name of the first node, unless it leads to nowhere but this machine, as Debian has it for a
-    machine's own name (127.0.1.1): then the address of this machine that leads outside. What is a loopback
-    address by its own words stays one.
+    """Return an address of the first node that other machines can use.
+
+    That is its name, unless the name resolves to a loopback address, as a Debian machine resolves its own
+    name (127.0.1.1). Then it is this machine's address on the network. A name that is a loopback address
+    itself, such as localhost, is returned as it is.
     """
     if "localhost" in name or _is_address(name):
         return name
@@ -78,7 +82,7 @@ def address_for_other_machines(name: str) -> str:
         answers = [
             str(answer[4][0]) for answer in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
         ]
-    except OSError:  # the names of the network may come later
+    except OSError:  # the network's names may become known later
         return name
     if not _is_loopback(answers[0]):
         return name
@@ -86,18 +90,20 @@ def address_for_other_machines(name: str) -> str:
     if outside is None:
         raise UserError(
             f"{name} leads to {answers[0]} here, where other machines cannot call: name the first node by "
-            f"its address on their "
-            "network (PET_RDZV_ENDPOINT, MASTER_ADDR), or by localhost if all nodes are on this machine"
+            "its address on their network (PET_RDZV_ENDPOINT, MASTER_ADDR), or by localhost if all nodes are "
+            "on this machine"
         )
     return outside
 
 
 def _address_outside() -> str | None:
-    """This machine's address on the way to anywhere; without such a way, its only one that is not a loopback
-    address."""
-    own = address_towards("192.0.2.1", 9)  # nobody's (RFC 5737), so the default route leads there
-    if not _is_loopback(own):
-        return own
+    """Return this machine's address on the default route; without one, its only address that is not
+    loopback.
+    """
+    # Nobody owns this address (RFC 5737), so the default route leads there.
+    address = address_towards("192.0.2.1", 9)
+    if not _is_loopback(address):
+        return address
     entries = [
         entry
         for interface in psutil.net_if_addrs().values()
@@ -121,14 +127,16 @@ def _is_address(name: str) -> bool:
 
 
 def use_network_towards(address: str, port: int) -> None:
-    """Let gloo, and NCCL where all workers are on this machine, use the network that leads to this address
-    and no other."""
-    own = address_towards(address, port)
+    """Let gloo use the network that leads to this address and no other.
+
+    The same holds for NCCL if all workers are on this machine.
+    """
+    local = address_towards(address, port)
     interfaces = psutil.net_if_addrs().items()
     interface = next(
-        (name for name, addresses in interfaces if any(entry.address == own for entry in addresses)), None
+        (name for name, addresses in interfaces if any(entry.address == local for entry in addresses)), None
     )
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface if own == LOOPBACK else None}
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface if local == LOOPBACK else None}
     os.environ.update(
         {name: value for name, value in wanted.items() if value is not None and name not in GIVEN_INTERFACES}
     )

@@ -48,7 +48,7 @@ from shardwise.errors import UserError
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
-from shardwise.words import counted
+from shardwise.plurals import counted
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""

@@ -1,14 +1,13 @@
-"""What is measured and how it is shown: counters, MFU, memory, the ledger of collectives, sinks, progress,
-report."""
+"""Measurements and how they are shown: counters, MFU, memory, the ledger of collectives, sinks and report."""
 
-from shardwise.observe.clock import SPANS, StepClock, Stretch, present_time
-from shardwise.observe.files import EventsFile, MetricsFile, write_text
+from shardwise.observe.clock import SPANS, SpanPart, StepClock, present_time
 from shardwise.observe.ledger import AxisTimes, Collective, Ledger, axis_times
-from shardwise.observe.memory import memory_kind, peak_memory
+from shardwise.observe.memory_use import memory_kind, peak_memory
 from shardwise.observe.mfu import mfu
 from shardwise.observe.output import unblocked_output
+from shardwise.observe.record_files import EventsFile, MetricsFile, write_text
 from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
-from shardwise.observe.report import render, summarise
+from shardwise.observe.render_report import render, summarise
 from shardwise.observe.sinks import Sinks, TensorBoardSink, WandbSink, open_sinks
 from shardwise.observe.terminal import TrainingProgress, error_console, header
 from shardwise.observe.trace import StepTrace
@@ -21,9 +20,9 @@ __all__ = [
     "Ledger",
     "MetricsFile",
     "Sinks",
+    "SpanPart",
     "StepClock",
     "StepTrace",
-    "Stretch",
     "TensorBoardSink",
     "TrainingProgress",
     "WandbSink",

@@ -1,16 +1,16 @@
-"""Where a step's time goes: its wall time split into named spans.
+"""Where a step's time goes: its wall time, split into named spans.
 
-A span's time is its own time only: what a span inside it takes is subtracted, so the waits for communication
-(`exposed_communication`) that happen in the middle of `forward_backward` are counted once, under their own
-name. The rest, `total` minus the spans, is what nobody claimed.
+The time of a span does not include the spans inside it. Waits for communication (`exposed_communication`)
+inside `forward_backward` are therefore counted once, under their own name. `total` minus all spans is the
+time that belongs to no span.
 
 On a GPU the host only queues work, so a host clock would measure the queueing. There a span is a pair of CUDA
-events on the current stream, and an event pair around "make this stream wait for the communication stream" is
-exactly the time the computation stood still: communication hidden behind computation costs nothing and is not
-counted. Events are read back only in `finish`, once a step, and are used again, so a span costs two event
-records (a few microseconds of host time) and never a synchronisation. `data` is host time everywhere:
-fetching a batch is host work. On a GPU it may overlap with device work that is still queued, so it is not
-subtracted from a span around it.
+events on the current stream. Two events around "let this stream wait for the communication stream" measure
+exactly the time for which the computation was blocked: communication hidden behind computation is not
+counted. Events are read only in `finish`, once per step, and are reused, so a span costs two event records (a
+few microseconds of host time) and never a synchronisation. `data` is host time everywhere, because fetching a
+batch is host work. On a GPU it may overlap with queued device work, so it is not subtracted from a span
+around it.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from typing import Any, Literal, Protocol
 from shardwise.observe.intervals import Interval
 
 SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
-"""The spans every step has, in the order they are shown."""
+"""Spans of every step, in the order in which they are shown."""
 
 _HOST_SPANS = frozenset({"data"})
 
 _EPOCH = time() - monotonic()
-"""Of the monotonic clock, in seconds since the epoch; set when this module is imported, and so before workers
-are forked."""
+"""Zero of the monotonic clock in seconds since the epoch. It is set when this module is imported, and so
+before workers are forked.
+"""
 
 
 def present_time() -> float:
-    """Seconds since the epoch, for records. It advances with the monotonic clock: a wall clock that is set
-    forward or back while a run lasts makes none of its times negative or too long. All processes of a machine
-    that belong to a run agree on it.
+    """Return the seconds since the epoch, for records.
+
+    The time advances with the monotonic clock: if the wall clock is set forward or back during a run, no
+    duration becomes negative or too long. All processes of a run on one machine agree on it.
     """
     return _EPOCH + monotonic()
 
 
 class _Timer(Protocol):
-    """A clock: marks the present time, and tells later how far apart two marks are."""
+    """A clock that marks times and later returns the seconds between two marks."""
 
     def mark(self) -> Any:
-        """The present time."""
+        """Return a mark of the present time."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to the other; may use the marks up."""
+        """Return the seconds between two marks. The marks may not be usable afterwards."""
 
 
 class _HostTimer:
@@ -71,7 +73,7 @@ class _CudaTimer:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        end.synchronize()  # returns at once when the caller has synchronised, as it should have
+        end.synchronize()  # returns at once if the caller has synchronised the device, as it should
         elapsed = float(start.elapsed_time(end)) / 1e3
         self._free += (start, end)
         return elapsed
@@ -86,9 +88,10 @@ class _TimedSpan:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A span's own time without a break, from `perf_counter` to `perf_counter`: where another begins inside
-    it, it ends."""
+class SpanPart:
+    """An uninterrupted part of a span, in times of `perf_counter`. It ends where another span begins
+    inside.
+    """
 
     name: str
     start: float
@@ -96,10 +99,9 @@ class Stretch:
 
 
 class StepClock:
-    """Splits each step into spans. One clock serves one step at a time, from whichever threads that step runs
-    on.
+    """Splits each step into spans. One clock serves one step at a time, from all threads of that step.
 
-    Spans nest across threads on purpose: backward hooks run on autograd's thread while the thread that opened
+    Spans may be nested across threads: backward hooks run on autograd's thread while the thread that opened
     `forward_backward` waits for it.
     """
 
@@ -111,14 +113,14 @@ class StepClock:
         self._added: dict[str, float] = {}
         self._began = perf_counter()
         self._on_host = self._device is self._host
-        self._stretches: list[Stretch] = []
+        self._stretches: list[SpanPart] = []
         self._since = self._began
-        self.finished: list[Stretch] = []
-        """The step that was finished last, span by span; none on a GPU."""
+        self.finished: list[SpanPart] = []
+        """Parts of spans of the last finished step; empty on a GPU."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the body under this name. May be entered many times a step."""
+        """Time the body of a `with` block under this name. It may be entered many times per step."""
         timer = self._timer(name)
         parent, start = self._open[-1] if self._open else None, timer.mark()
         self._end_stretch(start)
@@ -132,22 +134,24 @@ class StepClock:
             self._open.pop()
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Host time measured elsewhere, by `perf_counter`; it counts as spent inside the span that is open
-        now, if one is."""
+        """Add host time that was measured elsewhere with `perf_counter`.
+
+        It counts as spent inside the span that is open now, if there is one.
+        """
         self._closed.append(_TimedSpan(name, self._open[-1] if self._open else None, start, end))
         self._end_stretch(start)
-        self._stretches.append(Stretch(name, start, end))
+        self._stretches.append(SpanPart(name, start, end))
         self._since = end
 
     def waits(self) -> list[Interval]:
-        """When the step that was finished last stood still for communication."""
+        """Return the intervals for which the last finished step was blocked by communication."""
         return [(part.start, part.end) for part in self.finished if part.name == "exposed_communication"]
 
     def finish(self) -> dict[str, float]:
-        """Seconds of each span since the last `finish`, and the wall time between them as `total`.
+        """Return the seconds of each span since the last `finish`, and the wall time between them as `total`.
 
-        Call it after the device has been synchronised (reading the loss does that), or it waits for the
-        device itself.
+        Call it after the device was synchronised (reading the loss does that); otherwise it waits for the
+        device.
         """
         assert not self._open, f"finish() inside the span {self._open[-1]!r}"
         for span in self._closed:
@@ -159,8 +163,10 @@ class StepClock:
         return split
 
     def restart(self) -> None:
-        """Forget what was measured and begin a step now: after an evaluation or a save, whose time is not a
-        step's."""
+        """Discard the measurements and begin a step now.
+
+        Use it after an evaluation or a save, whose time does not belong to a step.
+        """
         self.finish()
 
     def _timer(self, name: str) -> _Timer:
@@ -172,11 +178,12 @@ class StepClock:
             self._added[parent] = self._added.get(parent, 0.0) - seconds
 
     def _end_stretch(self, now: Any) -> None:
-        """Time that passes from now on is another span's. On a GPU marks are events, and stretches are not
-        kept."""
+        """End the uninterrupted part of the open span. On a GPU marks are events, and parts are not
+        recorded.
+        """
         if self._on_host:
             if self._open and now > self._since:
-                self._stretches.append(Stretch(self._open[-1], self._since, now))
+                self._stretches.append(SpanPart(self._open[-1], self._since, now))
             self._since = now
 
     def _reset(self, now: float) -> None:

@@ -1,10 +1,10 @@
-"""Numbers as a person reads them: three significant digits, a unit, no exponent where a prefix will do."""
+"""Numbers for people: three significant digits, a unit, and no exponent where a prefix is enough."""
 
 from __future__ import annotations
 
 
 def format_count(value: float) -> str:
-    """A large count: 950, 41.2k, 1.24M, 3.1B."""
+    """Format a large count: 950, 41.2k, 1.24M, 3.1B."""
     for limit, divisor, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
         if abs(value) < limit * 0.9995:
             return _three_digits(value / divisor) + letter
@@ -12,7 +12,7 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(bytes: float) -> str:
-    """Bytes in binary units: 512 B, 1.5 KiB, 12.3 GiB."""
+    """Format bytes in binary units: 512 B, 1.5 KiB, 12.3 GiB."""
     unit = 0
     while abs(bytes) >= 1023.5 and unit < 5:
         bytes, unit = bytes / 1024, unit + 1
@@ -20,7 +20,7 @@ def format_bytes(bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Time on a clock: 0:07, 1:23, 2:03:04, 3 d 04:05."""
+    """Format a time as on a clock: 0:07, 1:23, 2:03:04, 3 d 04:05."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
     if days:
@@ -29,7 +29,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_span(seconds: float) -> str:
-    """A length of time in the unit that suits it: 7.9 minutes, 3.2 hours, 54 days."""
+    """Format a length of time in a suitable unit: 7.9 minutes, 3.2 hours, 54 days."""
     for unit, name, limit in (
         (1.0, "seconds", 120.0),
         (60.0, "minutes", 7200.0),
@@ -41,17 +41,17 @@ def format_span(seconds: float) -> str:
 
 
 def format_energy(kwh: float) -> str:
-    """Energy: 0.21 kWh, 1,430 MWh."""
+    """Format energy: 0.21 kWh, 1,430 MWh."""
     return f"{format_figure(kwh)} kWh" if kwh < 1000 else f"{format_figure(kwh / 1000)} MWh"
 
 
 def format_figure(value: float) -> str:
-    """Three digits, or all before the point: 0.0021, 7.94, 1,234."""
+    """Format a number with three digits, or all digits before the point: 0.0021, 7.94, 1,234."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def format_percent(fraction: float | None) -> str:
-    """A fraction as a percentage; n/a where it is not known."""
+    """Format a fraction as a percentage; n/a if it is not known."""
     return "n/a" if fraction is None else f"{fraction:.1%}".replace("%", " %")
 
 

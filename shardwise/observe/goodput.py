@@ -1,8 +1,8 @@
-"""Goodput: of all the time a run took, how much went into steps that count.
+"""Goodput: how much of the time that a run took went into steps that count.
 
-Throughput looks at steps and so flatters: it does not see the hour that a dead machine cost. Goodput looks at
-the clock. The run's records say when things happened, so every second is given to exactly one thing, and the
-parts add up to the whole:
+Throughput looks only at steps and is therefore too optimistic: it does not contain the hour that a dead
+machine cost. Goodput looks at the clock. The run's records say when things happened, so every second is
+assigned to exactly one part, and the parts add up to the whole:
 
 | part       | what                                                                                   |
 | ---------- | -------------------------------------------------------------------------------------- |
@@ -19,13 +19,13 @@ parts add up to the whole:
 |            | opening the data, compiling                                                            |
 | other      | what no record explains: writing records, samples, the end                             |
 
-A run that ends and is started again by hand or by a scheduler has several sessions; the time between them is
-not the run's. A fault that the run survives does not end a session. Time that two records claim goes to the
-stronger claim (`_CLAIMS`): a step that is done while a checkpoint is written in the background is a step.
+A run that ends and is started again by hand or by a scheduler has several sessions; the time between them
+does not count. A fault that the run survives does not end a session. Time that two records claim goes to the
+stronger claim (`_CLAIMS`): a step that runs while a checkpoint is written in the background is a step.
 
-It is made from metrics.jsonl, which holds only the steps that count, and events.jsonl, which is never cut.
-Steps between which nothing happened are added up while they are read, so that memory grows with the events of
-a run and not with its steps.
+The numbers come from metrics.jsonl, which contains only the steps that count, and events.jsonl, which is
+never shortened. Steps between which nothing happened are added up while they are read, so that memory grows
+with the events of a run and not with its steps.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ PARTS = (
 )
 
 TICK = 0.002
-"""Events are written to the millisecond; what is nearer than this happened at once."""
+"""Seconds within which two times count as the same. Events are written with milliseconds."""
 _CLAIMS = ("step", "checkpoint", "evaluation", "recovery", "lost", "start_up")
-"""What gets the time that several claim: the first of these."""
+"""Kinds of claims by strength. Time that several claim goes to the first of these."""
 _BEGIN = ("start", "resume")
 _BREAK = ("fault", "regroup")
 _CLOSED = ("stop", "end", "failure")
@@ -64,7 +64,7 @@ _SAVES = ("save", "save_failed")
 
 
 _Timed = tuple[float, Record]
-"""An event and when it was written, in seconds since the epoch."""
+"""An event and the time at which it was written, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -75,46 +75,48 @@ class _Claim:
     start: float
     end: float
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Of steps: the seconds of each part, which add up to the whole."""
+    """For steps, the seconds of each part, which add up to the whole."""
 
 
 @dataclass
-class _Stretch:
-    """Steps one after the other between which nothing happened, as one."""
+class _StepGroup:
+    """Consecutive steps between which nothing happened, as one."""
 
     start: float
     end: float
     until: float
-    """When something happened next, and"""
+    """Time of the next event."""
     last: float
-    """the last step before which nothing else did."""
+    """Last step before something else happened."""
     data: float = 0.0
     stragglers: float = 0.0
     productive: float = 0.0
     other: float = 0.0
-    """Pauses between the steps."""
+    """Seconds of pauses between the steps."""
 
     def takes(self, begin: float, end: float, number: int) -> bool:
-        """Whether a step follows without anything between."""
+        """Return whether a step follows without anything in between."""
         return end < self.until and number <= self.last and self.start <= begin and self.end <= end
 
     def add(self, begin: float, step: Record) -> None:
-        """The next step, which began at `begin`. What it shares with the one before is that one's."""
+        """Add the next step, which began at `begin`. Time that it shares with the step before is not counted
+        again.
+        """
         end, whole, spans, latest = step["time"], step["seconds"], step.get("spans", {}), step.get("latest")
         fetched = spans.get("data", 0.0)
-        # On a GPU a batch is fetched while the device computes; what is hidden there is no wait.
+        # On a GPU a batch is fetched while the device computes; the hidden part is not a wait.
         data = min(fetched, max(0.0, whole - (sum(spans.values()) - fetched)))
         behind = 0.0
-        if latest is not None:  # the main rank's own reading is data already
+        if latest is not None:  # reading by the main rank is already counted as data
             behind = min(max(0.0, latest["behind"] - (data if latest["rank"] == 0 else 0.0)), whole - data)
-        own = 1.0
+        fraction = 1.0
         if begin >= self.end:
             self.other += begin - self.end
         else:
-            own = (end - self.end) / (end - begin)
-        self.data += own * data
-        self.stragglers += own * behind
-        self.productive += own * (whole - data - behind)
+            fraction = (end - self.end) / (end - begin)
+        self.data += fraction * data
+        self.stragglers += fraction * behind
+        self.productive += fraction * (whole - data - behind)
         self.end = end
 
     @property
@@ -125,19 +127,20 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Session:
-    """From a start of the command to its end: what was recorded in between."""
+    """What was recorded from a start of the command to its end."""
 
     start: float
     end: float
     events: tuple[_Timed, ...]
-    steps: tuple[_Stretch, ...]
+    steps: tuple[_StepGroup, ...]
     saved: Mapping[int, float]
-    """When the steps were done that were saved."""
+    """Times at which the steps that were saved were completed."""
 
 
 def goodput(events: Sequence[Record], steps: Iterable[Record]) -> dict[str, Any]:
-    """The share of time that was productive, the seconds of each part, and what disturbed the run; share is
-    null where the records have no times. The steps are read once, in their order.
+    """Return the productive fraction of the time, the seconds of each part, and what disturbed the run.
+
+    The fraction is null if the records have no times. The steps are read once, in their order.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     wall = 0.0
@@ -162,18 +165,26 @@ def _without_name(event: Record) -> Record:
 
 
 def _faults(timed: Sequence[_Timed]) -> list[Record]:
-    """Each with the number of its recovery in the list of those; null: none."""
+    """Return the faults, each with the index of its recovery in the list of recoveries; null if there is
+    none.
+    """
     spans = _recoveries(timed)
     faults = [(at, event) for at, event in timed if event["event"] == "fault"]
-    ends = [
-        next((index for index, (start, end, _) in enumerate(spans) if start - TICK <= at <= end), None)
-        for at, _ in faults
-    ]
-    return [{**_without_name(fault), "recovery": end} for (_, fault), end in zip(faults, ends, strict=True)]
+    return [{**_without_name(fault), "recovery": _index_of(at, spans)} for at, fault in faults]
+
+
+def _index_of(at: float, recoveries: Sequence[tuple[float, float, Record]]) -> int | None:
+    """Return the index of the recovery that contains this time; None if there is none."""
+    for index, (start, end, _) in enumerate(recoveries):
+        if start - TICK <= at <= end:
+            return index
+    return None
 
 
 def _stragglers(events: Sequence[Record]) -> list[Record]:
-    """Who was named, and at which step let off; null: never."""
+    """Return the ranks that were reported as slow, and the step at which that ended; null if it did
+    not end.
+    """
     stragglers: list[Record] = []
     for event in events:
         if event["event"] == "straggler":
@@ -187,24 +198,20 @@ def _stragglers(events: Sequence[Record]) -> list[Record]:
     return stragglers
 
 
-def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_Stretch], dict[int, float]]:
-    """The steps, added up from one time at which something happened to the next; and when those were done
-    that were saved."""
+def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_StepGroup], dict[int, float]]:
+    """Return the steps, added up between events, and the times at which the saved steps were completed."""
     times = [*sorted({edge for at, event in timed for edge in _edges(at, event)}), math.inf]
     saved = {event.get("step", -1) for _, event in timed if event["event"] in _SAVES}
     numbers: list[float] = [*sorted(saved), math.inf]
-    stretches, done = [_Stretch(0.0, 0.0, -math.inf, 0)], dict[int, float]()
+    stretches, done = [_StepGroup(0.0, 0.0, -math.inf, 0)], dict[int, float]()
     for step in steps:
         end, number = step.get("time"), step["step"]
         if end is None or (begin := end - step["seconds"]) >= end:
             continue
         if not stretches[-1].takes(begin, end, number):
             until = times[bisect_right(times, begin)]
-            stretches.append(
-                _Stretch(
-                    begin, begin, until if end < until else -math.inf, numbers[bisect_left(numbers, number)]
-                )
-            )
+            last = numbers[bisect_left(numbers, number)]
+            stretches.append(_StepGroup(begin, begin, until if end < until else -math.inf, last))
         stretches[-1].add(begin, step)
         if number in saved:
             done[number] = end
@@ -212,7 +219,7 @@ def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_
 
 
 def _edges(at: float, event: Record) -> Iterator[float]:
-    """When something began or ended that an event tells of."""
+    """Yield the times at which something began or ended that an event reports."""
     yield at
     if seconds := event.get("seconds"):
         yield at - seconds
@@ -220,48 +227,46 @@ def _edges(at: float, event: Record) -> Iterator[float]:
 
 
 def _sessions(
-    timed: Sequence[_Timed], steps: Sequence[_Stretch], saved: Mapping[int, float]
+    timed: Sequence[_Timed], steps: Sequence[_StepGroup], saved: Mapping[int, float]
 ) -> Iterator[_Session]:
     groups = [timed[first:last] for first, last in pairwise([*_session_starts(timed), len(timed)])]
     starts = [at - (event.get("start_up_seconds") or 0.0) for at, event in (group[0] for group in groups)]
     for group, (start, until) in zip(groups, pairwise([*starts, math.inf]), strict=True):
         inside = tuple(step for step in steps if start <= step.end < until)
-        yield _Session(
-            start, max(group[-1][0], *(step.end for step in inside), start), tuple(group), inside, saved
-        )
+        end = max(group[-1][0], *(step.end for step in inside), start)
+        yield _Session(start, end, tuple(group), inside, saved)
 
 
 def _this_run(events: Sequence[Record]) -> list[_Timed]:
-    """Events with their timestamps, from the last start that did not resume."""
-    timed = sorted(
-        ((_timestamp(event), event) for event in events if "time" in event), key=lambda pair: pair[0]
-    )
+    """Return the events with their times, from the last start that did not resume."""
+    pairs = [(_timestamp(event), event) for event in events if "time" in event]
+    timed = sorted(pairs, key=lambda pair: pair[0])
     fresh = [index for index in _session_starts(timed) if timed[index][1]["event"] == "start"]
     return timed[fresh[-1] if fresh else 0 :]
 
 
 def _session_starts(timed: Sequence[_Timed]) -> list[int]:
-    """Where a session begins: at the first event, and at a start or resume that is not the way out of a
-    fault."""
+    """Return the indices at which sessions begin.
+
+    These are the first event, and each start or resume that does not follow from a fault.
+    """
     recoveries = _recoveries(timed)
-    marks = [
-        index for index, (_, event) in enumerate(timed) if event["event"] in (*_BREAK, *_BEGIN, *_CLOSED)
-    ]
-    around = zip([None, *marks], marks, [*marks[1:], None], strict=False)
-    again = [
+    names = (*_BREAK, *_BEGIN, *_CLOSED)
+    marks = [index for index, (_, event) in enumerate(timed) if event["event"] in names]
+    events = [timed[index][1] for index in marks]
+    around = zip(marks, [None, *events], [*events[1:], None], strict=False)
+    starts = [
         index
-        for before, index, after in around
+        for index, before, after in around
         if timed[index][1]["event"] in _BEGIN
-        and not any(start - TICK <= timed[index][0] <= end for start, end, _ in recoveries)
-        and not _continues(
-            None if before is None else timed[before][1], None if after is None else timed[after][1]
-        )
+        and _index_of(timed[index][0], recoveries) is None
+        and not _continues(before, after)
     ]
-    return sorted({0, *again}) if timed else []
+    return sorted({0, *starts}) if timed else []
 
 
 def _recoveries(timed: Iterable[_Timed]) -> list[tuple[float, float, Record]]:
-    """Each with when it began and ended."""
+    """Return each recovery with the times at which it began and ended."""
     recoveries = (
         (at, event)
         for at, event in timed
@@ -271,9 +276,11 @@ def _recoveries(timed: Iterable[_Timed]) -> list[tuple[float, float, Record]]:
 
 
 def _continues(before: Record | None, after: Record | None) -> bool:
-    """Whether the team that begins between these takes over from one that broke, though no recovery is
-    recorded: that one parted on purpose, or this one broke as well, as the next generation of the same
-    run.
+    """Return whether the team that begins between these events replaces one that broke, without a recorded
+    recovery.
+
+    That is so if the former team was dissolved on purpose, or if this team broke as well, as the next
+    generation of the same run.
     """
     if before is None or before["event"] not in _BREAK:
         return False
@@ -291,8 +298,9 @@ def _timestamp(event: Record) -> float:
 
 
 def _seconds_by_part(session: _Session) -> Iterator[tuple[str, float]]:
-    """Seconds of each part: all time of a session goes to the first that claims it; then steps are split into
-    work and waits."""
+    """Yield the seconds of each part. All time of a session goes to the strongest claim; steps are split
+    further.
+    """
     claims = [claim for claim in _claims(session) if claim.end > claim.start]
     claims.sort(key=lambda claim: _CLAIMS.index(claim.part))
     edges = sorted(
@@ -307,8 +315,10 @@ def _seconds_by_part(session: _Session) -> Iterator[tuple[str, float]]:
 
 
 def _claim_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int]:
-    """For each interval between two edges the index of the first claim that covers it; -1: none. Later claims
-    are overwritten by earlier ones.
+    """Return, for each interval between two edges, the index of the strongest claim that covers it; -1 for
+    none.
+
+    Weaker claims are overwritten by stronger ones.
     """
     index_of = {edge: index for index, edge in enumerate(edges)}
     owner = [-1] * (len(edges) - 1)
@@ -320,7 +330,7 @@ def _claim_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int
 
 
 def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
-    """A claim's time by part; that of steps by their shares."""
+    """Yield a claim's time by part. That of steps is split by their shares."""
     if claim.part != "step":
         yield claim.part, seconds
     for part, share in claim.shares.items():
@@ -328,6 +338,7 @@ def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
 
 
 def _claims(session: _Session) -> Iterator[_Claim]:
+    """Yield everything that claims time of a session."""
     evaluated: dict[int, list[float]] = defaultdict(list)
     for stretch in session.steps:
         yield _Claim("step", stretch.start, stretch.end, stretch.parts)
@@ -339,18 +350,19 @@ def _claims(session: _Session) -> Iterator[_Claim]:
         if event["event"] in _SAVES:
             ended = [over for over in evaluated.get(event.get("step", -1), []) if over <= at]
             yield _save(event, at, session.saved.get(event.get("step", -1)), ended)
-    begins, ends = (
-        sorted(stretch.start for stretch in session.steps),
-        sorted(stretch.end for stretch in session.steps),
-    )
+    begins = sorted(stretch.start for stretch in session.steps)
+    ends = sorted(stretch.end for stretch in session.steps)
     yield from _breaks(session, begins, ends)
     breaks = [at for at, event in session.events if event["event"] in _BREAK]
     yield _Claim("start_up", session.start, min((*begins, *breaks), default=session.end))
 
 
 def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence[float]) -> _Claim:
-    """Training stops when a save begins: after its step, and after an evaluation there. The event comes when
-    it is complete."""
+    """Return the time for which training stopped for a save.
+
+    It stops after the step, and after an evaluation at that step. The event is written when the save is
+    complete.
+    """
     seconds = event.get("seconds")
     stall: float = event.get("stall_seconds") or seconds or 0.0
     begun: float = step_done if step_done is not None else at - (stall if seconds is None else seconds)
@@ -359,19 +371,24 @@ def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence
 
 
 def _breaks(session: _Session, begins: Sequence[float], ends: Sequence[float]) -> Iterator[_Claim]:
-    """For each fault: what was lost before it, and the time until training goes on or the next fault."""
+    """Yield, for each fault, the work that was lost before it, and the time until training continues."""
     recoveries = _recoveries(session.events)
     breaks = [(at, event) for at, event in session.events if event["event"] in _BREAK]
     for index, (at, event) in enumerate(breaks):
-        # A fault is written down some time after it happened; its recovery knows when that was.
-        own_recovery = [recovery for recovery in recoveries if recovery[0] <= at <= recovery[1]][:1]
-        began, recovery_event = (own_recovery[0][0], own_recovery[0][2]) if own_recovery else (at, {})
+        # A fault is recorded some time after it happened; its recovery contains the time at which it did.
+        containing = [recovery for recovery in recoveries if recovery[0] <= at <= recovery[1]][:1]
+        began, recovery_event = (containing[0][0], containing[0][2]) if containing else (at, {})
         next_break = [later for later, _ in breaks[index + 1 :] if later > at]
-        until = [over for _, over, _ in own_recovery] or [begin for begin in begins if begin >= at]
+        until = [over for _, over, _ in containing] or [begin for begin in begins if begin >= at]
         yield _Claim("recovery", began, min([*until, *next_break], default=session.end))
         if event["event"] == "fault":
-            lost = recovery_event.get("lost_seconds")
-            ends_before = [end for end in ends if end <= began] or [
-                session.start if lost is None else began - lost
-            ]
-            yield _Claim("lost", max(session.start, ends_before[-1]), began)
+            kept_until = _end_of_last_step(session, ends, began, recovery_event.get("lost_seconds"))
+            yield _Claim("lost", max(session.start, kept_until), began)
+
+
+def _end_of_last_step(session: _Session, ends: Sequence[float], began: float, lost: float | None) -> float:
+    """Return the end of the last step before a fault, or the time from which on its work was lost."""
+    before = [end for end in ends if end <= began]
+    if before:
+        return before[-1]
+    return session.start if lost is None else began - lost

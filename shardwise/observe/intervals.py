@@ -1,4 +1,4 @@
-"""Stretches of time, as (start, end) pairs in seconds, and how long sets of them last."""
+"""Intervals of time as (start, end) pairs in seconds, and operations on sets of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in stretches that do not overlap, in order."""
+    """Return the same time as intervals that do not overlap, in order."""
     stretches: list[Interval] = []
     for start, end in sorted(intervals):
         if stretches and start <= stretches[-1][1]:
@@ -19,7 +19,7 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(stretches: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of some stretches lies in none of the others. Both come as `joined` gives them."""
+    """Return the parts of some intervals that are in none of the others. Both must come from `joined`."""
     left, first = [], 0
     for start, end in stretches:
         while first < len(others) and others[first][1] <= start:
@@ -36,5 +36,5 @@ def without(stretches: Sequence[Interval], others: Sequence[Interval]) -> list[I
 
 
 def length(stretches: Iterable[Interval]) -> float:
-    """Seconds of stretches that do not overlap."""
+    """Return the total seconds of intervals that do not overlap."""
     return sum(end - start for start, end in stretches)

@@ -1,7 +1,7 @@
 """A ledger of collectives: how often each kind ran over each mesh axis, and how many bytes it moved.
 
-The convention, the same for every kind: **bytes are the size of the full tensor**, the one a single device
-would hold.
+The convention is the same for every kind: **bytes are the size of the full tensor**, the one that a single
+device would hold.
 
 | kind           | bytes                | a ring of N devices puts on the wire, per device |
 | -------------- | -------------------- | ------------------------------------------------ |
@@ -10,15 +10,14 @@ would hold.
 | reduce_scatter | the full input       | (N - 1) / N times that                           |
 | broadcast      | the tensor           | once that                                        |
 
-Compressed collectives count the bytes that are sent, and beside them those of the numbers they stand for
-(`plain`).
+Compressed collectives count the bytes that are sent, and also the bytes before compression (`plain`).
 
-So the volume on the wire is a known factor of what is written here, and a layout's ledger can be compared
-with its formula without knowing which algorithm the backend picked.
+The volume on the wire is therefore a known multiple of these bytes, and the ledger of a layout can be
+compared with its formula without knowing which algorithm the backend chose.
 
-On CPU workers every collective also has a start and an end. What of that time the training thread did not
-stand still for was hidden behind computing. On GPUs collectives run on streams, and their times are not known
-here. Recording costs a lock, a few additions and two looks at the clock (some microseconds).
+On CPU workers every collective also has a start and an end. The part of that time for which the training
+thread was not blocked was hidden behind computing. On GPUs collectives run on streams, and their times are
+not known here. Recording costs a lock, a few additions and reading the clock twice (some microseconds).
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ from time import perf_counter
 from shardwise.observe.intervals import Interval, joined, length, without
 
 Counts = dict[str, dict[str, int]]
-"""`"kind/axis"` to `{"count": n, "bytes": b}`, with `"plain"` where some are compressed, sorted by key: what
-goes into a line of metrics.jsonl."""
+"""From `"kind/axis"` to `{"count": n, "bytes": b}`, sorted by key, as in a line of metrics.jsonl. There is
+also `"plain"` if some are compressed.
+"""
 
 AxisTimes = dict[str, dict[str, float]]
-"""By axis, for how many `seconds` of a step something was under way, and for how many of them it was
-`hidden`."""
+"""For each axis, the `seconds` of a step in which a collective was running, and how many of them were
+`hidden`.
+"""
 
 
 @dataclass
@@ -47,19 +48,21 @@ class Collective:
     axis: str
     bytes: int
     plain: int | None
+    """Bytes before compression; None if it is not compressed."""
     start: float = field(default_factory=perf_counter)
     ended: float | None = None
-    """None: it is not over, or nobody knows when it was."""
+    """Time at which it ended; None if it has not, or if that is not known."""
 
     def end(self) -> None:
-        """It is over. May be called from any thread, and more than once: the first time counts."""
+        """Record the end. It may be called from any thread, and more than once: the first call counts."""
         if self.ended is None:
             self.ended = perf_counter()
 
 
 class Ledger:
-    """Counts collectives. Safe to record into from any thread: autograd runs its hooks on threads of its
-    own."""
+    """Counts collectives. Any thread may record into it, because autograd runs its hooks on its own
+    threads.
+    """
 
     def __init__(self, timed: bool = True) -> None:
         self.timed = timed
@@ -68,12 +71,14 @@ class Ledger:
         self._recent: Counts = {}
         self._begun: list[Collective] = []
         self.last = "none yet"
+        """Description of the last collective that began, for reports of hangs."""
         self.taken: list[Collective] = []
-        """Those of the step that was taken last."""
+        """Collectives of the step that was taken last."""
 
     def record(self, kind: str, axis: str, bytes: int, plain: int | None = None) -> Collective:
-        """One collective of this kind over this axis begins, on a full tensor of so many bytes; `plain`:
-        before compression."""
+        """Record that a collective begins, on a full tensor of this size. `plain` is the size before
+        compression.
+        """
         key = f"{kind}/{axis}"
         collective = Collective(kind, axis, bytes, plain)
         with self._lock:
@@ -88,7 +93,7 @@ class Ledger:
         return collective
 
     def take(self) -> Counts:
-        """What was recorded since the last `take`: the collectives of one step."""
+        """Return what was recorded since the last call: the collectives of one step."""
         with self._lock:
             recent, self._recent = self._recent, {}
             self.taken, self._begun = self._begun, []
@@ -96,14 +101,16 @@ class Ledger:
 
 
 def axis_times(collectives: Iterable[Collective], waits: Sequence[Interval]) -> AxisTimes:
-    """How long the axes were busy, and how much of that was hidden from a training thread that waited
-    then."""
+    """Return how long collectives of each axis were running, and how much of that was hidden.
+
+    Hidden is the time in which the training thread did not wait.
+    """
     busy: dict[str, list[Interval]] = {}
     for collective in collectives:
         if collective.ended is not None:
             busy.setdefault(collective.axis, []).append((collective.start, collective.ended))
     stretches = {axis: joined(intervals) for axis, intervals in sorted(busy.items())}
     return {
-        axis: {"seconds": length(own), "hidden": length(without(own, waits))}
-        for axis, own in stretches.items()
+        axis: {"seconds": length(running), "hidden": length(without(running, waits))}
+        for axis, running in stretches.items()
     }

@@ -1,10 +1,11 @@
-"""Standard output and error that never make a run wait.
+"""Standard output and error that never block a run.
 
-A terminal stopped with Ctrl-S, a pager that nobody scrolls or a full pipe takes no more text, and a write to
-it waits for as long as that lasts: the main worker would stand in the middle of its step with all others
-waiting for it, or the host would watch over no one. So text is handed to a thread that waits instead. It
-keeps `MOST` characters; what comes beyond is left out, and how much that was is said once somebody reads
-again. What cannot be written at all (a closed pipe, a full disk) is left out in silence.
+A terminal stopped with Ctrl-S, a pager that nobody scrolls or a full pipe accepts no more text, and a write
+to it blocks as long as that lasts: the main worker would stop in the middle of its step with all others
+waiting for it, or the host would not watch its workers. Text is therefore passed to a thread that waits
+instead. The thread keeps up to `MAX_CHARACTERS` characters. More text is left out, and a note says how much
+once the output is read again. Text that cannot be written at all (a closed pipe, a full disk) is left out
+without a note.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-MOST = 1 << 20
-"""Characters that wait for a reader."""
+MAX_CHARACTERS = 1 << 20
+"""Maximum number of characters that wait to be written."""
 LAST_SECONDS = 2.0
-"""How long the end of a run waits for what was said to be read."""
+"""Seconds for which the end of a run waits for the rest to be written."""
 
 
 @contextmanager
 def unblocked_output() -> Iterator[None]:
-    """Let standard output and error never block while it lasts; then wait a moment until all is written."""
+    """Let standard output and error never block inside a `with` block; then wait a moment for the rest."""
     before = sys.stdout, sys.stderr
     mine = UnblockedStream(sys.stdout), UnblockedStream(sys.stderr)
     sys.stdout, sys.stderr = mine
@@ -50,21 +51,25 @@ class UnblockedStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
+        """Encoding of the underlying stream."""
         return self._stream.encoding
 
     def isatty(self) -> bool:
+        """Return whether the underlying stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
+        """Return the file descriptor of the underlying stream."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
+        """Return True, because the stream is for writing."""
         return True
 
     def write(self, text: str) -> int:
-        """Take the text, or count it as left out; never waits."""
+        """Accept the text, or count it as left out, without waiting."""
         with self._changed:
-            if self._characters + len(text) > MOST:
+            if self._characters + len(text) > MAX_CHARACTERS:
                 self._left_out += len(text)
             else:
                 self._waiting.append(text)
@@ -73,7 +78,7 @@ class UnblockedStream(io.TextIOBase):
         return len(text)
 
     def finish(self, seconds: float) -> None:
-        """Wait until all is written, but no longer than this; then take no more."""
+        """Wait until everything is written, but at most `seconds`; then accept no more."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (self._waiting or self._busy) and (left := deadline - time.monotonic()) > 0:
@@ -90,15 +95,11 @@ class UnblockedStream(io.TextIOBase):
                     self._changed.wait()
                 if not self._waiting:
                     return
-                left_out = (
-                    f"\n[{self._left_out} characters were not shown: nobody read them]\n"
-                    if self._left_out
-                    else ""
-                )
-                text = "".join(self._waiting) + left_out
+                note = f"\n[{self._left_out} characters were not shown: nobody read them]\n"
+                text = "".join(self._waiting) + (note if self._left_out else "")
                 self._waiting, self._characters, self._left_out, self._busy = [], 0, 0, True
             try:
                 self._stream.write(text)
                 self._stream.flush()
             except (OSError, ValueError):
-                pass  # nobody is there to be told
+                pass  # there is no other place to report this

@@ -1,14 +1,14 @@
-"""Reading a run's records, `metrics.jsonl` and `events.jsonl`: the one place where their lines become values.
+"""Read a run's records, `metrics.jsonl` and `events.jsonl`. Only this module parses their lines.
 
-Nothing that trains or reports may stop for a damaged line: a flipped bit turns `"step"` into `"stdp"`, a disk
-that filled up leaves half a line. A line that is not whole, that lacks what its reader needs, or in which a
-field we know has a value of another kind, is skipped and counted; `Lines.damaged` says how many. The torn end
-of a file is not counted: it is being written.
+Nothing that trains or reports may stop because of a damaged line: a flipped bit turns `"step"` into `"stdp"`,
+a full disk leaves half a line. A line is skipped and counted if it is incomplete, if it lacks a field that
+the reader needs, or if a known field has a value of the wrong type; `Lines.damaged` is the number of such
+lines. An incomplete last line is not counted, because it is being written.
 
-Files grow by a line a step. They are read one line at a time, and from their end by whoever needs only the
-last steps; a line of any length takes no more memory than the longest that is read. What is not a regular
-file is not opened. pydantic parses and checks a line in a few microseconds; a million steps take seconds, and
-none of them is kept here.
+The files grow by one line per step. They are read one line at a time, and from their end if only the last
+steps are needed. A line of any length takes no more memory than the longest line that is read. Only regular
+files are opened. pydantic parses and checks a line in a few microseconds, so a million steps take seconds,
+and none of them is kept here.
 """
 
 from __future__ import annotations
@@ -27,48 +27,51 @@ from shardwise.errors import UserError
 from shardwise.files import open_regular
 
 Record = dict[str, Any]
+"""One line of a file, as a dictionary."""
 
 LONGEST_LINE = 1 << 22
-"""Bytes: a longer line is damaged. One with the load of ten thousand experts takes a twentieth of it."""
+"""Maximum number of bytes of a line; a longer one counts as damaged. The load of ten thousand experts takes a
+twentieth of it.
+"""
 _BLOCK = 1 << 16
 _ADVICE = "It is written by `shardwise train`; restore or remove it."
 _CONTROLS = {code: f"\\u{code:04x}" for code in range(127, 160)}
-"""Those that JSON lets stand, and a terminal may obey."""
+"""Escapes of the control characters that JSON leaves unescaped and a terminal may obey."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(record: Any, indent: int | None = None) -> str:
-    """Strict JSON: floats to the bit, non-finite ones as strings, control characters of every kind as
-    escapes."""
-    return json.dumps(
-        _encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent
-    ).translate(_CONTROLS)
+    """Return strict JSON, with exact floats, non-finite floats as strings, and all control characters as
+    escapes.
+    """
+    values = _encode_non_finite(record)
+    return json.dumps(values, allow_nan=False, ensure_ascii=False, indent=indent).translate(_CONTROLS)
 
 
 def from_json(text: str | bytes) -> Any:
-    """What `to_json` wrote, non-finite floats included."""
+    """Return the value that `to_json` wrote, including non-finite floats."""
     return _decode_non_finite(json.loads(text))
 
 
 _KNOWN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-"""Fields we know have their kinds, others may be there too."""
+"""Known fields must have their types; other fields are allowed."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(strict=False, allow_inf_nan=True)]
-"""Need not be finite: then it is text in the file."""
-MOST = 1e18
-"""Of what is measured. Sums, ratios and rounded values of such numbers exist."""
-Measured = Annotated[float, Field(ge=-MOST, le=MOST)]
-Seconds = Annotated[float, Field(ge=0, le=MOST)]
+"""A number that need not be finite. A non-finite one is a string in the file."""
+MAX_MEASURED = 1e18
+"""Maximum absolute value of a measurement. Sums, ratios and rounded values of such numbers are finite."""
+Measured = Annotated[float, Field(ge=-MAX_MEASURED, le=MAX_MEASURED)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_MEASURED)]
 
 
 def _check_drawable(loss: float) -> float:
-    if math.isfinite(loss) and abs(loss) > 1e100:  # a run that diverges in float32 ends at 3e38
+    if math.isfinite(loss) and abs(loss) > 1e100:  # float32 ends at 3e38, even if a run diverges
         raise ValueError("out of range")
     return loss
 
 
 Loss = Annotated[Number, AfterValidator(_check_drawable)]
-"""A number, which may not be finite, of which a curve can be drawn."""
+"""A number that need not be finite, but can be drawn in a curve if it is."""
 
 
 def _check_timestamp(text: str) -> str:
@@ -110,7 +113,7 @@ class _Updates(TypedDict):
 
 
 class _Step(TypedDict, total=False):
-    """A line of metrics.jsonl, as far as somebody reads it."""
+    """A line of metrics.jsonl, with the fields that are read."""
 
     __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
@@ -146,7 +149,7 @@ class _Step(TypedDict, total=False):
 
 
 class _Event(TypedDict, total=False):
-    """A line of events.jsonl, as far as somebody reads it."""
+    """A line of events.jsonl, with the fields that are read."""
 
     __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
@@ -172,7 +175,7 @@ class _Event(TypedDict, total=False):
 
 
 _NEEDED = {"recovery": ("seconds",), "straggler": ("factor",)}
-"""Without which an event of that name says nothing."""
+"""Fields without which an event of that name has no meaning."""
 
 
 def _check_event(event: Record) -> Record:
@@ -186,8 +189,9 @@ _EVENT = TypeAdapter(Annotated[_Event, AfterValidator(_check_event)])
 
 
 class Lines:
-    """The whole records of a file of JSON lines, one after the other; `damaged` counts the lines that were
-    skipped so far."""
+    """The valid records of a file of JSON lines, in order. `damaged` counts the lines that were skipped so
+    far.
+    """
 
     def __init__(self, path: Path, needs: tuple[str, ...], kind: TypeAdapter[Any]) -> None:
         self.path, self.damaged = path, 0
@@ -204,7 +208,7 @@ class Lines:
                     _skip_rest(file, line)
 
     def backwards(self) -> Iterator[tuple[int, Record]]:
-        """The same records from the last to the first, each with the offset at which its line ends."""
+        """Yield the same records from the last to the first, each with the offset at which its line ends."""
         self.damaged = 0
         with open_regular(self.path, _ADVICE) as file:
             for end, line in _lines_backwards(file):
@@ -214,7 +218,7 @@ class Lines:
                     self.damaged += 1
 
     def parse(self, line: bytes) -> Record | None:
-        """A line's record; None for a line that is torn or damaged."""
+        """Return the record of a line; None for an incomplete or damaged line."""
         if not line.endswith(b"\n") or len(line) > LONGEST_LINE:
             return None
         try:
@@ -225,17 +229,19 @@ class Lines:
 
 
 def read_metrics(folder: Path, needs: tuple[str, ...] = ()) -> Lines:
-    """The steps of the run in this folder; each has the fields that are needed."""
+    """Return the steps of the run in this folder; each has the fields that are needed."""
     return Lines(folder / "metrics.jsonl", ("step", *needs), _STEP)
 
 
 def read_events(folder: Path) -> Lines:
-    """The events of the run in this folder, in the order in which they were written."""
+    """Return the events of the run in this folder, in the order in which they were written."""
     return Lines(folder / "events.jsonl", ("event",), _EVENT)
 
 
 def newest(folder: Path) -> Record:
-    """The last step in the records of this folder; empty before the first. Reads only the end of the file."""
+    """Return the last step in the records of this folder; empty before the first. Only the end of the file is
+    read.
+    """
     try:
         return next((record for _, record in read_metrics(folder).backwards()), {})
     except (OSError, UserError):
@@ -243,22 +249,24 @@ def newest(folder: Path) -> Record:
 
 
 def _skip_rest(file: BinaryIO, line: bytes) -> None:
+    """Read to the end of a line that is too long."""
     while line and not line.endswith(b"\n"):
         line = file.readline(LONGEST_LINE)
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines from the end of the file, with the offsets at which they end; what follows the last line end is
-    torn. A line that is too long is not put together: it comes as an empty one, which is damaged too.
+    """Yield lines from the end of the file, with the offsets at which they end.
+
+    The text after the last line end is incomplete and left out. A line that is too long is not assembled: it
+    is yielded as an empty line, which counts as damaged too.
     """
     end = position = file.seek(0, 2)
-    rest, passed, torn = (
-        b"",
-        0,
-        True,
-    )  # of the line that ends at `end`: what was read, and the bytes of it that were passed over
+    # The part that was read of the line that ends at `end`, the number of its bytes that were skipped, and
+    # whether it is the last, incomplete line.
+    rest, passed, torn = b"", 0, True
     while position:
-        size = min(max(_BLOCK, len(rest)), position)  # a long line is not put together again and again
+        # The size doubles while a long line is read, so that its parts are not joined too often.
+        size = min(max(_BLOCK, len(rest)), position)
         position -= size
         file.seek(position)
         first, *pieces = (file.read(size) + rest).split(b"\n")

@@ -1,9 +1,9 @@
-"""Where measurements go: the run folder always, TensorBoard and Weights & Biases when asked for.
+"""Where measurements go: always to the run folder, and on request to TensorBoard and Weights & Biases.
 
-The run folder is the truth (observe/files.py); the other two mirror the same records for people who live in
-those tools, are extras, and are imported only when the job asks for them. Their packages are looked for
-before anything in the run folder is touched, so a missing one costs nothing but the message. A mirror that
-fails is said and done without.
+The run folder is the reference (record_files.py). The other two mirror the same records for people who use
+these tools. They are optional dependencies and imported only if the job asks for them. Their packages are
+looked for before anything in the run folder is changed, so a missing one costs nothing but the message. A
+mirror that fails is reported and no longer used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserError
-from shardwise.files import only_regular, parse_toml, read_bytes
-from shardwise.observe.files import EventsFile, MetricsFile, Say, log
+from shardwise.files import parse_toml, read_bytes, regular_file_opener
+from shardwise.observe.record_files import EventsFile, MetricsFile, Warn, log
 from shardwise.observe.records import Record
 from shardwise.plan import read_plan
 
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """A place outside of the run folder where the record of each step is shown."""
+    """A place outside the run folder where the record of each step is shown."""
 
     def write(self, record: Record) -> None:
         """Show the record of one step."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining records and close the connection."""
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a record with the path to it: `loss`, `spans/data`,
-    `collectives/all_reduce/data/bytes`."""
+    """Yield every number of a record with its path: `loss`, `spans/data`,
+    `collectives/all_reduce/data/bytes`.
+    """
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{key}/")
@@ -46,13 +47,15 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record that are shown over steps: all but the step and the time of day, which every
-    tool notes itself."""
+    """Return the numbers of a record that are shown over steps.
+
+    These are all except the step and the time of day, which the tools record themselves.
+    """
     return ((tag, value) for tag, value in scalars(record) if tag not in ("step", "time"))
 
 
 class TensorBoardSink:
-    """Scalars in `FOLDER/tensorboard`, through TensorBoard's own writer: it needs no torch."""
+    """Writes scalars to `FOLDER/tensorboard`, with TensorBoard's own writer, which needs no torch."""
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
         try:
@@ -62,25 +65,25 @@ class TensorBoardSink:
             raise _missing("observe.tensorboard = true", "tensorboard") from None
         self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
         self._writer = EventFileWriter(str(folder / "tensorboard"))
-        if resume_step:  # TensorBoard then drops what an interrupted run wrote from this step on
+        if resume_step:  # makes TensorBoard ignore what an interrupted run wrote from this step on
             self._add(resume_step + 1, session_log=self._log(status=self._log.START))
 
     def write(self, record: Record) -> None:
-        """One summary a step."""
+        """Write one summary per step."""
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in curves(record)]
         self._add(record["step"], summary=self._summary(value=values))
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Write the queued summaries and close the file."""
         self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        """It writes from a thread of its own, and raises at the next call if that failed."""
+        """Add an event. The writer uses a thread, and raises at the next call if that failed."""
         self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
 
 
 class WandbSink:
-    """A run in a Weights & Biases project. Resuming the folder continues the same run there."""
+    """Mirrors the run to a Weights & Biases project. Resuming the folder continues the same run there."""
 
     def __init__(self, folder: Path, project: str, resume_step: int = 0) -> None:
         try:
@@ -89,7 +92,7 @@ class WandbSink:
             raise _missing(f"observe.wandb = {project!r}", "wandb") from None
         identity = folder / "wandb-id"
         if not (resume_step and identity.exists()):
-            with open(identity, "w", opener=only_regular) as file:
+            with open(identity, "w", opener=regular_file_opener) as file:
                 file.write(uuid.uuid4().hex[:8])
         known = read_bytes(identity).decode("utf-8", "replace")
         self._run = wandb.init(
@@ -97,54 +100,54 @@ class WandbSink:
         )
 
     def write(self, record: Record) -> None:
-        """One row a step."""
+        """Log one row per step."""
         self._run.log(dict(curves(record)), step=record["step"])
 
     def close(self) -> None:
-        """Wait for the upload."""
+        """Wait until the upload is complete."""
         self._run.finish()
 
 
 class Sinks:
-    """All that the measurements of a run are written to: its two files, which are the record, and mirrors of
-    them."""
+    """Everything that the measurements of a run are written to: its two files, and mirrors of them."""
 
-    def __init__(self, metrics: MetricsFile, events: EventsFile, mirrors: tuple[Sink, ...], say: Say) -> None:
-        self._metrics, self._events, self._mirrors, self._say = metrics, events, mirrors, say
+    def __init__(
+        self, metrics: MetricsFile, events: EventsFile, mirrors: tuple[Sink, ...], warn: Warn
+    ) -> None:
+        self._metrics, self._events, self._mirrors, self._warn = metrics, events, mirrors, warn
         self.dropped = metrics.dropped
-        """The seconds of each step that was done before and is done again."""
+        """Seconds of each step that was done before and is done again."""
 
     def metrics(self, record: Record) -> None:
-        """The record of one step; its `step` counts from 1."""
+        """Write the record of one step; its `step` counts from 1."""
         self._metrics.write(record)
         self._mirror(lambda mirror: mirror.write(record))
 
     def event(self, name: str, **fields: Any) -> None:
-        """Write an event: `start`, `save`, `resume`, `evaluate`, `skip`, `stop`, …"""
+        """Write an event, such as `start`, `save`, `resume`, `evaluate`, `skip` or `stop`."""
         self._events.write(name, **fields)
 
     def close(self) -> None:
-        """No more records; mirrors send what they still hold."""
+        """Close the files, and let the mirrors send what they still have."""
         self._metrics.close()
         self._events.close()
         self._mirror(lambda mirror: mirror.close())
 
     def _mirror(self, action: Callable[[Sink], None]) -> None:
-        """Do it with each mirror; one that fails, in whatever way, is done without from then on."""
+        """Call a function with each mirror. A mirror that fails in any way is not used any more."""
         for mirror in self._mirrors:
             try:
                 action(mirror)
             except (Exception, SystemExit) as error:
                 self._mirrors = tuple(other for other in self._mirrors if other is not mirror)
-                self._say(
-                    f"{type(mirror).__name__} failed and gets no more records; metrics.jsonl has them all: "
-                    f"{error}"
-                )
+                failed = f"{type(mirror).__name__} failed and gets no more records"
+                self._warn(f"{failed}; metrics.jsonl has them all: {error}")
 
 
-def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, say: Say = log.warning) -> Sinks:
-    """The sinks of a run that continues after step `resume_step` (0: a fresh run, whose metrics start
-    empty)."""
+def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, warn: Warn = log.warning) -> Sinks:
+    """Return the sinks of a run that continues after step `resume_step`; 0 means a new run with empty
+    metrics.
+    """
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,15 +155,16 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, say: 
         raise UserError(
             f"run.folder = {str(folder)!r} cannot be made: {error.strerror}. Give a folder you may write to."
         ) from None
-    mirrors = tuple(_mirrors(folder, observe, resume_step, say))
-    metrics = MetricsFile(folder / "metrics.jsonl", resume_step, say)
-    return Sinks(metrics, EventsFile(folder / "events.jsonl", say), mirrors, say)
+    mirrors = tuple(_mirrors(folder, observe, resume_step, warn))
+    metrics = MetricsFile(folder / "metrics.jsonl", resume_step, warn)
+    return Sinks(metrics, EventsFile(folder / "events.jsonl", warn), mirrors, warn)
 
 
-def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iterator[Sink]:
-    """Those that were asked for and can be opened now. One that cannot, in whatever way, is done without:
-    every team of a run opens them anew, and a service that is away must not end a run that survived a fault.
-    A missing package is the user's to mend.
+def _mirrors(folder: Path, observe: Observe, resume_step: int, warn: Warn) -> Iterator[Sink]:
+    """Yield the mirrors that the job asks for and that can be opened now.
+
+    A mirror that cannot be opened is not used: every team of a run opens them again, and a service that is
+    away must not end a run that survived a fault. A missing package is an error that the user can correct.
     """
     asked: dict[str, Callable[[], Sink]] = {}
     if observe.tensorboard:
@@ -173,12 +177,11 @@ def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iter
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            say(f"{name} cannot be opened and gets no records; metrics.jsonl has them all: {error}")
+            warn(f"{name} cannot be opened and gets no records; metrics.jsonl has them all: {error}")
 
 
 def missing_extras(observe: Observe) -> Iterator[str]:
-    """A problem for each sink that is asked for and whose package is not there. To be asked before anything
-    starts."""
+    """Yield a problem for each mirror whose package is missing. Call this before anything starts."""
     if observe.tensorboard and find_spec("tensorboard") is None:
         yield str(_missing("observe.tensorboard = true", "tensorboard"))
     if observe.wandb and find_spec("wandb") is None:
@@ -192,7 +195,7 @@ def _missing(setting: str, extra: str) -> UserError:
 
 
 def _job(folder: Path) -> dict[str, Any]:
-    """The job as it was asked for, and what the plan settled of it."""
+    """Return the job as the user asked for it, completed by the decisions of the plan."""
     job, plan = folder / "config.toml", folder / "plan.json"
     tables = parse_toml(read_bytes(job), job) if job.exists() else {}
     for setting, decision in read_plan(plan).get("decisions", {}).items():

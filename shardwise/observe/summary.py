@@ -1,13 +1,13 @@
-"""What happened in a run, read from its folder: a value that `render` draws and `--json` prints.
+"""Summarise a run from its folder, as a value that `render` draws and `--json` prints.
 
-Speeds and shares are taken over the steady steps, all but the first two, which compile, allocate and warm up;
-a speed is the median, so that a slow step here and there does not move it, and a share is a ratio of sums, so
-that the shares add up to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl,
-events.jsonl); what a file does not say is null. The steps are read once and not kept (observe/totals.py), so
-that a run of a million steps takes seconds and little memory; damaged lines are skipped and counted.
+Speeds and shares are computed over the steady steps: all but the first two, which compile, allocate and warm
+up. A speed is the median, so that a few slow steps do not change it. A share is a ratio of sums, so that the
+shares add up to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl, events.jsonl);
+what a file does not contain is null. The steps are read once and not kept (observe/totals.py), so that a run
+of a million steps takes seconds and little memory. Damaged lines are skipped and counted.
 
-How often to save is the planner's to say. This package may not import the planner, so whoever knows both
-hands its advice in.
+How often to save is advice of the planner. This package may not import the planner, so the caller passes the
+function that gives the advice.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from shardwise.errors import UserError
 from shardwise.files import parse_toml_as, read_bytes
 from shardwise.observe.clock import SPANS
+from shardwise.observe.compare_prediction import Row, compare, waits_are_known
 from shardwise.observe.goodput import goodput
-from shardwise.observe.memory import memory_kind
-from shardwise.observe.predicted import Row, compare, waits_are_known
+from shardwise.observe.memory_use import memory_kind
 from shardwise.observe.records import Record, read_events, read_metrics
 from shardwise.observe.totals import RunTotals
 from shardwise.plan import KeptLayout, KeptPlan, read_plan
 
 CURVE_POINTS = 240
+"""Maximum number of points of the loss curve."""
 _SHORTEST_STEP = 1e-6
-"""Seconds; no step takes less, and an interval has no number of such steps."""
+"""Minimum number of seconds of a real step; below it no advice about saving is given."""
 
 Summary = dict[str, Any]
 
@@ -43,15 +44,17 @@ _T = TypeVar("_T")
 
 
 def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
-    """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how
-    often to save."""
+    """Return the summary of the run in a folder. The run may still be going on.
+
+    `advise` (search/interval.py) says how often to save.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
     config, plan, (events, damaged_events) = _job(folder), read_plan(folder / "plan.json"), _events(folder)
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     run, time_used, damaged_steps = _steps(folder, events)
-    steady = run.steady.kept
+    steady = run.steady.sample
     saves = _checkpoints(folder, events)
     return {
         "run": str(folder),
@@ -71,7 +74,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "peak_memory_bytes": run.peak_memory,
         "memory_kind": start.get("memory_kind"),
         "predicted_states_gib": plan.get("memory_gib", {}).get("states"),
-        "predicted_and_measured": _predicted(plan, run.like_planned.kept, start),
+        "predicted_and_measured": _predicted(plan, run.like_planned.sample, start),
         "measured_steps": run.like_planned.count,
         "time": _time(steady),
         "communication": _communication(steady) | {"axes": _axes(steady)},
@@ -106,16 +109,13 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
 
 
 def _steps(folder: Path, events: Sequence[Record]) -> tuple[RunTotals, Summary, int]:
-    """What is to be known of all steps, where the time went, and how many lines were damaged: from one
-    reading."""
+    """Read the steps once. Return the totals, where the time went, and the number of damaged lines."""
     run, lines = RunTotals(_planned_since(events)), read_metrics(folder, needs=("loss", "seconds"))
     time_used = _read(lines.path, lambda: goodput(events, run.gather(lines)))
     if time_used is None or not run.count:
         damaged = f" {lines.damaged} lines of it are damaged." if lines.damaged else ""
-        raise UserError(
-            f"{lines.path}: no metrics yet.{damaged} Nothing has been trained in {folder}, or its first step "
-            f"is not done."
-        )
+        reason = f"Nothing has been trained in {folder}, or its first step is not done."
+        raise UserError(f"{lines.path}: no metrics yet.{damaged} {reason}")
     return run, time_used, lines.damaged
 
 
@@ -126,7 +126,7 @@ class _TrainTable(TypedDict, total=False):
 
 
 class _Job(TypedDict, total=False):
-    """What of a run's config.toml is shown, whichever version wrote it."""
+    """The fields of a run's config.toml that are shown, whichever version wrote it."""
 
     train: _TrainTable
     layout: KeptLayout
@@ -141,7 +141,7 @@ def _job(folder: Path) -> _Job:
 
 
 def _events(folder: Path) -> tuple[list[Record], int]:
-    """The run's events, and how many lines were damaged."""
+    """Return the run's events, and the number of damaged lines."""
     lines = read_events(folder)
     return _read(lines.path, lambda: list(lines)) or [], lines.damaged
 
@@ -158,8 +158,10 @@ def _read(path: Path, load: Callable[[], _T]) -> _T | None:
 
 
 def _planned_since(events: Sequence[Record]) -> int:
-    """The step since which the run has the plan's layout: 0, unless workers were lost or won and it went on
-    with another."""
+    """Return the step since which the run has the plan's layout.
+
+    It is 0, unless workers were lost or added and the run continued with another layout.
+    """
     since, layout = 0, None
     for event in events:
         if event["event"] in ("start", "resume") and event.get("layout") != layout:
@@ -168,7 +170,7 @@ def _planned_since(events: Sequence[Record]) -> int:
 
 
 def _predicted(plan: KeptPlan, steps: Sequence[Record], start: Record) -> list[Row] | None:
-    """Term by term, what the plan predicted and what was measured; null where it predicted nothing."""
+    """Return predicted and measured values, term by term; null if the plan predicted nothing."""
     predicted = plan.get("predicted")
     if not predicted or not steps:
         return None
@@ -187,7 +189,7 @@ def _median(steps: Sequence[Record], key: str) -> float | None:
 
 
 def _time(steps: Sequence[Record]) -> Summary:
-    """Seconds a step, and each span's share of them; `other` is what no span claimed."""
+    """Return the seconds of a step, and the share of each span; `other` belongs to no span."""
     seconds = math.fsum(step["seconds"] for step in steps)
     spans = {name: math.fsum(step.get("spans", {}).get(name, 0.0) for step in steps) for name in SPANS}
     spans["other"] = max(0.0, seconds - math.fsum(spans.values()))
@@ -198,11 +200,10 @@ def _time(steps: Sequence[Record]) -> Summary:
 
 
 def _communication(steps: Sequence[Record]) -> Summary:
-    """Efficiency: the share of a step not spent waiting for communication. Overlap: the share of
-    communication hidden.
+    """Return the efficiency, which is the share of a step without waiting for communication, and the overlap.
 
-    Overlap needs the time that collectives took, hidden or not, which CPU workers record; elsewhere it is
-    null.
+    The overlap is the share of communication that was hidden. It needs the time that collectives took, hidden
+    or not, which CPU workers record; elsewhere it is null.
     """
     seconds = math.fsum(step["seconds"] for step in steps)
     waits = [step.get("spans", {}).get("exposed_communication") for step in steps]
@@ -218,8 +219,11 @@ def _communication(steps: Sequence[Record]) -> Summary:
 
 
 def _axes(steps: Sequence[Record]) -> Summary:
-    """Of each axis in a step: the bytes of its collectives, for how many seconds something was under way, and
-    the share of them that was hidden; null where times are not known."""
+    """Return, for each axis, the bytes of its collectives in a step, their seconds, and the share that was
+    hidden.
+
+    Seconds and share are null if times are not known.
+    """
     table: Summary = {}
     for axis in sorted({key.partition("/")[2] for step in steps for key in step.get("collectives", {})}):
         bytes = [_bytes_over(axis, step.get("collectives", {})) for step in steps]
@@ -238,7 +242,7 @@ def _bytes_over(axis: str, collectives: dict[str, dict[str, int]]) -> int:
 
 
 def _collectives(run: RunTotals, steady: Sequence[Record]) -> Summary:
-    """Per kind and axis: what a typical (median) step does, and the run's total."""
+    """Return, for each kind and axis, the counts of a typical (median) step, and the totals of the run."""
     nothing = {"count": 0, "bytes": 0}
     table: Summary = {}
     for key, total in sorted(run.collectives.items()):
@@ -249,7 +253,7 @@ def _collectives(run: RunTotals, steady: Sequence[Record]) -> Summary:
 
 
 def _float8(run: RunTotals) -> Summary | None:
-    """How tensors fitted into 8 bits, by layer; null where there are none."""
+    """Return how well tensors fit into 8 bits, by layer; null if there are none."""
     if not run.last_float8:
         return None
     layers = {
@@ -260,7 +264,7 @@ def _float8(run: RunTotals) -> Summary | None:
 
 
 def _experts(run: RunTotals) -> Summary | None:
-    """How evenly tokens were dealt out, 1 being even; null for a model without experts."""
+    """Return how evenly tokens were distributed, 1 being even; null for a model without experts."""
     last, worst = run.last_with_experts, run.worst_with_experts
     if not last:
         return None
@@ -273,8 +277,9 @@ def _experts(run: RunTotals) -> Summary | None:
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
-    """What was saved and is kept; of a typical save, how long it took, for how long training stood still, and
-    its size."""
+    """Return what was saved and is kept, and the duration, the pause of training and the size of a typical
+    save.
+    """
     kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
     saves = [event for event in events if event["event"] == "save"]
     typical = {key: _median(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
@@ -290,8 +295,10 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
 def _advice(
     advise: Callable[..., Any] | None, saves: Summary, time_used: Summary, time: Summary, world: int
 ) -> Summary | None:
-    """How often to save, from this run's own saves, steps and faults; null where it has not saved yet, or
-    took no time."""
+    """Return how often to save, from this run's saves, steps and faults.
+
+    The advice is null if the run has not saved yet, or if its steps took no time.
+    """
     if advise is None or saves["save_seconds"] is None or time["seconds_a_step"] < _SHORTEST_STEP:
         return None
     advice = advise(
@@ -307,7 +314,7 @@ def _advice(
 
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:
-    """Few enough points to draw and to read, the first and the last among them."""
+    """Return at most CURVE_POINTS points, including the first and the last."""
     if len(points) <= CURVE_POINTS:
         return points
     last = len(points) - 1

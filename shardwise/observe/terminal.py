@@ -1,10 +1,10 @@
-"""What a person sees while training: what was chosen, then how it goes.
+"""What a person sees while training: what was chosen, then the progress.
 
-On a terminal two lines are redrawn in place: how far, and how well, with the loss drawn as it falls. Anywhere
-else (a file, a batch system's log) the same numbers come as plain lines, about twenty over the run plus the
-first and the last; which steps are shown depends on their number alone, so the logs of two runs line up. All
-of it goes to standard error, which leaves standard output to results. Redrawing happens on updates, at most
-ten times a second, and starts no thread.
+On a terminal, two lines are redrawn in place: the progress, and the numbers with the curve of the loss.
+Anywhere else (a file, a batch system's log) the same numbers are plain lines, about twenty over the run plus
+the first and the last. Which steps are shown depends only on their number, so that the logs of two runs can
+be compared line by line. Everything goes to standard error, so that standard output contains only results.
+Redrawing happens on updates, at most ten times a second, and starts no thread.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe.draw import Series, sparkline
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
+from shardwise.observe.text_plots import Series, sparkline
 
 _LINES = 20
+"""Approximate number of plain lines over a run."""
 _REDRAW_SECONDS = 0.1
+"""Minimum number of seconds between two redraws."""
 _CURVE = 24
+"""Maximum number of characters of the curve of the loss."""
 
 
 def error_console() -> Console:
-    """Standard error, without guessing at colours for numbers."""
+    """Return a console for standard error that does not colour numbers."""
     return Console(stderr=True, highlight=False)
 
 
 def header(console: Console, title: str, choices: Mapping[str, str]) -> None:
-    """Print what is about to run and what was chosen for it, a line each."""
+    """Print the title of a run and what was chosen for it, one line each."""
     if not console.is_terminal:
         margin = max(map(len, choices), default=0)
         lines = [title, *(f"  {name:<{margin}}  {value}" for name, value in choices.items())]
@@ -55,20 +58,18 @@ def header(console: Console, title: str, choices: Mapping[str, str]) -> None:
 
 
 def shown_steps(first_step: int, steps: int) -> list[int]:
-    """The steps that get a plain line: the first, the last, and about twenty evenly between them."""
+    """Return the steps that get a plain line: the first, the last, and about twenty evenly between them."""
+    if steps < first_step:
+        return []
     every = -(-(steps - first_step + 1) // _LINES)
-    return (
-        sorted({first_step, steps, *range(every * (first_step // every + 1), steps + 1, every)})
-        if steps >= first_step
-        else []
-    )
+    return sorted({first_step, steps, *range(every * (first_step // every + 1), steps + 1, every)})
 
 
 class TrainingProgress:
-    """How training goes, drawn from the metrics record of each step.
+    """Shows the progress of training, from the metrics record of each step.
 
-    `first_step` is the first step this run does: 1, or N + 1 after resuming at step N. Use it as a context
-    manager, so that the terminal is given back whatever happens.
+    `first_step` is the first step of this run: 1, or N + 1 after resuming at step N. Use it as a context
+    manager, so that the terminal is restored whatever happens.
     """
 
     def __init__(self, console: Console, steps: int, first_step: int = 1) -> None:
@@ -82,7 +83,7 @@ class TrainingProgress:
         self._live: Live | None = None
         self._drawn = 0.0
         self._widths: list[int] = []
-        """Of the lines on the screen."""
+        """Widths of the lines on the screen."""
         self._seconds = 0.0
 
     def __enter__(self) -> TrainingProgress:
@@ -92,7 +93,7 @@ class TrainingProgress:
         self.close()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """One step is done."""
+        """Show the record of a completed step."""
         self._record = record
         self._losses.add(record["loss"])
         self._first_loss = record["loss"] if self._first_loss is None else self._first_loss
@@ -104,11 +105,11 @@ class TrainingProgress:
             self._print(Text(self._plain(record)))
 
     def message(self, text: str) -> None:
-        """A lasting line above the progress: a save, an evaluation, a skipped step."""
+        """Print a lasting line above the progress, for example about a save or a skipped step."""
         self._print(Text(text, style="" if self._live is None else "cyan"))
 
     def close(self) -> None:
-        """Leave the last state on the screen; where nothing was redrawn, draw the loss once."""
+        """Leave the last state on the screen. If nothing was redrawn, print the curve of the loss once."""
         if self._live is not None:
             self._redraw(now=True)
             self._live.stop()
@@ -120,12 +121,12 @@ class TrainingProgress:
     def _print(self, text: Text) -> None:
         self._erase_what_was_folded()
         self._console.print(text, soft_wrap=True)
-        if self._live is not None:  # it is drawn again below
+        if self._live is not None:  # it was drawn again below the text
             self._widths = self._widths_of(self._live.renderable)
 
     def _redraw(self, now: bool) -> None:
         if self._live is None:
-            # Standard output stays untouched: it is for results.
+            # Standard output is for results only.
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
             self._live.start()
         elif not now and monotonic() - self._drawn < _REDRAW_SECONDS:
@@ -136,8 +137,10 @@ class TrainingProgress:
         self._drawn = monotonic()
 
     def _erase_what_was_folded(self) -> None:
-        """A terminal that became narrower folds the lines on it, so that they take more rows than were drawn:
-        the rows beyond would stay as they are."""
+        """Erase rows that a terminal has added because it became narrower and wrapped the lines on it.
+
+        The rows beyond those that were drawn would otherwise stay.
+        """
         width = self._console.width
         folded = sum(max(0, -(-drawn // width) - 1) for drawn in self._widths)
         for _ in range(folded):
@@ -165,30 +168,30 @@ class TrainingProgress:
         width = len(str(self._steps))
         skipped = "  (skipped)" if record.get("skipped") else ""
         line = (
-            f"step {record['step']:>{width}}/{self._steps}  loss {record['loss']:.4f}  lr "
-            f"{record['learning_rate']:.2e}  "
-            f"gradient {record['gradient_norm']:.3f}  {_speed(record)}{_experts(record)}  "
-            f"{self._left()}{skipped}"
+            f"step {record['step']:>{width}}/{self._steps}  loss {record['loss']:.4f}  "
+            f"lr {record['learning_rate']:.2e}  gradient {record['gradient_norm']:.3f}  "
+            f"{_speed(record)}{_experts(record)}  {self._left()}{skipped}"
         )
         return line.rstrip()
 
     def _left(self) -> str:
-        """From the median of the last steps, and not before the third: the first ones compile and warm up."""
+        """Return the remaining time, from the median of the last steps.
+
+        It is empty before the third step, because the first ones compile and warm up.
+        """
         remaining = self._steps - self._record["step"]
         if not remaining:
             return f"done in {format_duration(self._seconds)}"
-        return (
-            f"{format_duration(statistics.median(self._recent) * remaining)} left"
-            if len(self._recent) > 2
-            else ""
-        )
+        if len(self._recent) <= 2:
+            return ""
+        return f"{format_duration(statistics.median(self._recent) * remaining)} left"
 
     def _curve(self, width: int) -> str:
         return sparkline(self._losses.values, width, ascii_only=self._console.options.ascii_only)
 
 
 def _experts(record: Mapping[str, Any]) -> str:
-    """How many times an even load the busiest expert has; nothing for a model without experts."""
+    """Return the load of the busiest expert relative to an even load; empty for a model without experts."""
     imbalance = record.get("expert_imbalance")
     return "" if imbalance is None else f"  busiest expert {imbalance:.2f}"
 

@@ -1,9 +1,9 @@
-"""What a report needs of a run's steps, gathered while they pass by, in memory that does not grow with their
-number.
+"""Collect what a report needs from a run's steps, in memory that does not grow with their number.
 
-Sums, extremes, the first and the last are exact. Medians and shares are taken over steps kept for that: all
-of them up to `MOST`, beyond that every second, every fourth and so on, so that what is kept is spread evenly
-over the run. A median of thousands of evenly spaced steps is the run's to a fraction of its noise.
+Sums, extremes, the first and the last step are exact. Medians and shares are computed over a sample of steps:
+all of them up to `MAX_SAMPLE`, and beyond that every second, every fourth and so on, so that the sample is
+spread evenly over the run. The median of thousands of evenly spaced steps differs from that of the run by a
+fraction of its noise.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from typing import Generic, TypeVar
 from shardwise.observe.records import Record
 
 WARM_UP = 2
-"""Steps at the start that are left out of speeds and shares."""
-MOST = 4096
-"""Steps of which whole records are kept."""
+"""Number of first steps that are left out of speeds and shares."""
+MAX_SAMPLE = 4096
+"""Maximum number of steps whose whole records are kept."""
 
 T = TypeVar("T")
 
 
 class Sample(Generic[T]):
-    """Evenly spaced members of a stream: all of them, or, where they are more than `most`, between half as
-    many and so many."""
+    """Evenly spaced members of a stream: all of them, or between half of `most` and `most`."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_SAMPLE) -> None:
         self.members: list[T] = []
         self.seen = 0
         self._most, self._every = most, 1
 
     def add(self, member: T) -> None:
-        """The next of the stream."""
+        """Add the next member of the stream."""
         if self.seen % self._every == 0:
             self.members.append(member)
             if len(self.members) > self._most:
@@ -43,38 +42,40 @@ class Sample(Generic[T]):
 
 
 class SteadySteps:
-    """Steps once they have warmed up: all but the first two, or those if there are no others."""
+    """Steps after the warm-up: all but the first two, or those if there are no others."""
 
     def __init__(self) -> None:
         self._warm_up: list[Record] = []
         self._steady: Sample[Record] = Sample()
 
     def add(self, step: Record) -> None:
-        """The next step."""
+        """Add the record of the next step."""
         if len(self._warm_up) < WARM_UP:
             self._warm_up.append(step)
         else:
             self._steady.add(step)
 
     @property
-    def kept(self) -> list[Record]:
-        """Evenly spaced ones of them."""
+    def sample(self) -> list[Record]:
+        """Evenly spaced steps after the warm-up."""
         return self._steady.members or self._warm_up
 
     @property
-    def all_kept(self) -> list[Record]:
-        """Evenly spaced ones of them, and those before."""
+    def sample_with_warm_up(self) -> list[Record]:
+        """Evenly spaced steps, and those of the warm-up."""
         return [*self._warm_up, *self._steady.members]
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of steps after the warm-up."""
         return self._steady.seen or len(self._warm_up)
 
 
 class RunTotals:
-    """Gathers what is to be known of all steps. `planned_since`: the step after which the run had the layout
-    it has now."""
+    """Collects what is to be known of all steps.
+
+    `planned_since` is the step after which the run had its present layout.
+    """
 
     def __init__(self, planned_since: int) -> None:
         self._since = planned_since
@@ -91,28 +92,28 @@ class RunTotals:
         self._repeated: dict[str, dict[str, int]] = {}
         self._times = 0
         self.staleness: Counter[int] = Counter()
-        """Of all gradients that were computed by a server's workers."""
+        """For all gradients of a server's workers, how many had which staleness."""
         self.dropped = 0
-        """Of them, those that came after another of the same portion."""
+        """Number of these gradients that came after another one of the same portion."""
         self.updates: Counter[str] = Counter()
-        """Those without a lock, the rows that they wrote, and the conflicts among both."""
+        """Number of updates without a lock, of rows that they wrote, and of conflicts among both."""
         self.again = 0
-        """Steps that were made again, because a tensor in float8 had outgrown its scale."""
+        """Number of steps that were repeated because a tensor in float8 had outgrown its scale."""
         self.float8_lost: dict[str, float] = {}
-        """By layer, the largest share of numbers that fell below the range of float8."""
+        """For each layer, the largest fraction of numbers below the range of float8."""
         self.last_float8: dict[str, tuple[float, float]] = {}
         self.last_with_experts: Record = {}
         self.worst_with_experts: Record = {}
 
     def gather(self, steps: Iterable[Record]) -> Iterator[Record]:
-        """Pass the steps on, taking note of each."""
+        """Yield the steps unchanged, and record each of them."""
         for step in steps:
             self._take(step)
             yield step
 
     @property
     def seconds(self) -> float:
-        """Of all steps together."""
+        """Sum of the seconds of all steps."""
         return math.fsum(self._seconds)
 
     def _take(self, step: Record) -> None:
@@ -120,7 +121,7 @@ class RunTotals:
         self.count += 1
         self.tokens += step.get("tokens", 0)
         self._seconds.append(step["seconds"])
-        if len(self._seconds) > MOST:
+        if len(self._seconds) > MAX_SAMPLE:
             self._seconds = [math.fsum(self._seconds)]
         loss, memory = step["loss"], step.get("memory_bytes")
         if math.isfinite(loss) and (self.lowest["loss"] is None or loss < self.lowest["loss"]):
@@ -134,7 +135,7 @@ class RunTotals:
         self._take_collectives(step.get("collectives", {}))
 
     def _take_rare(self, step: Record) -> None:
-        """What only some steps have."""
+        """Record what only some steps have."""
         if "held_out_loss" in step:
             self.held_out.append({"step": step["step"], "loss": step["held_out_loss"]})
         if step.get("skipped"):
@@ -153,12 +154,16 @@ class RunTotals:
 
     @property
     def collectives(self) -> dict[str, dict[str, int]]:
-        """Calls and bytes of all steps together, by kind and axis."""
+        """Calls and bytes of all steps, by kind and axis."""
         self._take_collectives({})
         return self._collectives
 
     def _take_collectives(self, collectives: dict[str, dict[str, int]]) -> None:
-        """Most steps do as the one before: how often is counted, and multiplied when another comes."""
+        """Record the collectives of a step.
+
+        Most steps have the same as the step before, so repetitions are counted and multiplied when another
+        one comes.
+        """
         if collectives == self._repeated:
             self._times += 1
             return
@@ -170,10 +175,8 @@ class RunTotals:
 
     @property
     def curve(self) -> list[list[float]]:
-        """Step and loss of evenly spaced steps, the first and the last among them."""
-        points = [[step["step"], step["loss"]] for step in self.steady.all_kept]
-        return (
-            points
-            if points[-1][0] == self.last["step"]
-            else [*points, [self.last["step"], self.last["loss"]]]
-        )
+        """Step and loss of evenly spaced steps, including the first and the last."""
+        points = [[step["step"], step["loss"]] for step in self.steady.sample_with_warm_up]
+        if points[-1][0] != self.last["step"]:
+            points.append([self.last["step"], self.last["loss"]])
+        return points

@@ -1,9 +1,9 @@
-"""A timeline of some steps as a file of Chrome's trace events, which Perfetto (ui.perfetto.dev) shows.
+"""A timeline of some steps as a file of Chrome trace events, for Perfetto (ui.perfetto.dev).
 
-Each rank writes what it did and what was under way meanwhile: a lane for the step, cut into spans, and a lane
-for each axis with its collectives; another one where two of them overlap, since events of a lane must not.
-What lies beside computing was hidden, what lies beside a wait was not. Ranks of one machine have one clock,
-so that their files can be laid side by side (`merge`).
+Each rank writes what it did and which collectives ran meanwhile: one lane for the step, split into spans, and
+one lane for each axis with its collectives. If two collectives of an axis overlap, it gets another lane,
+because events of a lane must not overlap. A collective beside computing was hidden; a collective beside a
+wait was not. The ranks of one machine have the same clock, so their files can be combined (`merge`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.errors import UserError
-from shardwise.files import only_regular, parse_as, read_bytes
-from shardwise.observe.clock import Stretch, present_time
-from shardwise.observe.files import write_text
+from shardwise.files import parse_as, read_bytes, regular_file_opener
+from shardwise.observe.clock import SpanPart, present_time
 from shardwise.observe.ledger import Collective
+from shardwise.observe.record_files import write_text
 from shardwise.observe.records import to_json
 
 MERGED = "trace.json"
+"""Name of the file with the timelines of all ranks."""
 STEP_LANE = "step"
+"""Name of the lane with the spans of the step."""
 _ADVICE = "It is written by `shardwise train` with observe.trace; remove it."
 
 Event = dict[str, Any]
 
 
 class StepTrace:
-    """The events of one rank, gathered step by step."""
+    """The events of one rank, collected step by step."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lanes: dict[str, int] = {}
-        """Numbers of the lanes, by name."""
+        """Numbers of the lanes by name."""
         self.events: list[Event] = [_named("process_name", rank, 0, f"rank {rank}")]
         self._epoch = present_time() - perf_counter()
 
-    def add(self, step: int, stretches: Sequence[Stretch], collectives: Sequence[Collective]) -> None:
-        """What happened in a step. Collectives of which nobody knows the end are left out."""
+    def add(self, step: int, stretches: Sequence[SpanPart], collectives: Sequence[Collective]) -> None:
+        """Add the events of a step. Collectives whose end is unknown are left out."""
         for part in stretches:
             self._add(STEP_LANE, part.name, part.start, part.end, {"step": step})
         ends: dict[str, float] = {}
@@ -54,7 +56,7 @@ class StepTrace:
                 self._add(lane, collective.kind, collective.start, collective.ended, notes)
 
     def write(self, folder: Path) -> None:
-        """Into the run's folder."""
+        """Write the events to a file in the run's folder."""
         write_text(folder / f"trace-rank{self.rank}.json", to_json({"traceEvents": self.events}))
 
     def _add(self, lane: str, name: str, start: float, end: float, notes: dict[str, Any]) -> None:
@@ -68,7 +70,7 @@ class StepTrace:
 
 
 def _free_lane(collective: Collective, ends: dict[str, float]) -> str:
-    """The first lane of its axis in which nothing is under way when it begins."""
+    """Return the first lane of its axis in which no other collective is running when this one begins."""
     lane, number = collective.axis, 1
     while ends.get(lane, collective.start) > collective.start:
         number += 1
@@ -82,22 +84,19 @@ def _named(what: str, process: int, thread: int, name: str) -> Event:
 
 @with_config(ConfigDict(strict=True))
 class _TraceFile(TypedDict):
-    traceEvents: list[Event]  # Chrome's name
+    traceEvents: list[Event]  # the name in Chrome's format
 
 
 def merge(folder: Path) -> Path | None:
-    """Lay the timelines of all ranks side by side in one file; None where there are none."""
+    """Write the timelines of all ranks into one file; return None if there are none."""
     files = sorted(folder.glob("trace-rank*.json"))
     if not files:
         return None
-    events = [
-        event
-        for path in files
-        for event in parse_as(_TraceFile, read_bytes(path, _ADVICE), path, _ADVICE)["traceEvents"]
-    ]
+    traces = [parse_as(_TraceFile, read_bytes(path, _ADVICE), path, _ADVICE) for path in files]
+    events = [event for trace in traces for event in trace["traceEvents"]]
     merged = folder / MERGED
     try:
-        with open(merged, "w", encoding="utf-8", opener=only_regular) as file:
+        with open(merged, "w", encoding="utf-8", opener=regular_file_opener) as file:
             file.write(to_json({"traceEvents": events}))
     except OSError as error:
         raise UserError(

@@ -2,7 +2,6 @@
 
 from shardwise.optim.norm import first_non_finite, global_norm, local, sharded_axes
 from shardwise.optim.scaling import LossScale
-from shardwise.optim.schedule import learning_rate, turns
 from shardwise.optim.sharded import ShardedOptimizer, make_optimizer
 from shardwise.optim.update import update
 
@@ -11,10 +10,8 @@ __all__ = [
     "ShardedOptimizer",
     "first_non_finite",
     "global_norm",
-    "learning_rate",
     "local",
     "make_optimizer",
     "sharded_axes",
-    "turns",
     "update",
 ]

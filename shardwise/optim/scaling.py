@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.config import Train
-
 
 @dataclass(frozen=True)
 class LossScale:
@@ -25,11 +23,11 @@ class LossScale:
     dynamic: bool = True
 
     @staticmethod
-    def of(train: Train) -> LossScale:
-        """The scale a run begins with."""
-        if train.precision == "float16":
-            return LossScale(train.initial_scale, train.scale_every)
-        return LossScale(1.0, train.scale_every, dynamic=False)
+    def first(precision: str, initial: float, grow_every: int) -> LossScale:
+        """Return the scale that a run begins with."""
+        if precision == "float16":
+            return LossScale(initial, grow_every)
+        return LossScale(1.0, grow_every, dynamic=False)
 
     def after(self, overflowed: bool) -> LossScale:
         """The scale of the next step."""

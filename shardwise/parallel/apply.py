@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import lru_cache, partial
 
 import torch
@@ -24,21 +23,16 @@ from torch import Tensor, nn
 
 from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
-from shardwise.config import Config, Layout, Model, sequence_multiple
-from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
-from shardwise.config.parameters import OwnParameters
-from shardwise.drivers.registry import driver_of
+from shardwise.config import Model, sequence_multiple
+from shardwise.config.compression import is_compressed
 from shardwise.models import (
     Head,
     Sharding,
     Transformer,
     adapt,
-    begins_otherwise,
     build_own,
-    check_first_value,
     check_values,
     initialise,
-    lost_values,
     weights_without_memory,
 )
 from shardwise.models.dtypes import DTYPES
@@ -52,79 +46,62 @@ from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.float8 import Scales, use_float8
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.own import LOOKED_UP, check_own, table_of
 from shardwise.parallel.placement import own_part
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds, seed_blocks
 from shardwise.parallel.stages import cut_out, own_stages
+from shardwise.parallel.tables import LOOKED_UP, table_of
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
-from shardwise.plan.compilation import why_not_compiled
-from shardwise.plan.float8 import casts_once
+from shardwise.plan import ModelSpec, Plan
 
 
-def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
-    """The job's model, on this rank's devices, ready to train but for the values of its weights."""
-    layout = comm.mesh.layout
-    check_module(
-        config, layout
-    )  # on a model of its own, because it calls forward, which may leave something in a user's module
-    plain = build_plain(config)
+def parallelise(plan: Plan, comm: Comm) -> ParallelModel:
+    """Return the model on this rank's devices, ready to train but for the values of its weights."""
+    layout, shape = comm.mesh.layout, plan.model.shape
+    plain = build_plain(plan.model)
     table, embeddings = table_of(plain), _embeddings(plain)
-    positions = (
-        lru_cache(maxsize=8)(partial(own_positions, config.model, comm)) if layout.context > 1 else None
-    )
-    multiple = sequence_multiple(config.model, layout)
-    seeds = None if config.model.module is None else Seeds(config.train.seed, comm)
+    positions = lru_cache(maxsize=8)(partial(own_positions, shape, comm)) if layout.context > 1 else None
+    multiple = sequence_multiple(shape, layout)
+    seeds = Seeds(plan.model.seed, comm) if plan.model.is_own_module else None
     scaled = [name for name, module in plain.named_modules() if isinstance(module, Scale)]
     if layout.pipeline == 1:
-        part = _part(config, plan, plain, table, comm, seeds)
-        scales = _scales(config, plan, [part], scaled, comm)
+        part = _part(plan, plain, table, comm, seeds)
+        scales = _scales(plan, [part], scaled, comm)
         return ParallelModel(comm, [part], table, positions, multiple, embeddings, seeds, scales)
     from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
-    stages = own_stages(config, plan, comm)
+    stages = own_stages(plan, comm)
     parts = []
     for index, (stage, _) in enumerate(stages.own):
-        model = build_plain(config) if index else plain
+        model = build_plain(plan.model) if index else plain
         cut_out(model, table, stage, stages)
-        parts.append(_part(config, plan, model, table, comm, seeds))
-    scales = _scales(config, plan, parts, scaled, comm)
+        parts.append(_part(plan, model, table, comm, seeds))
+    scales = _scales(plan, parts, scaled, comm)
     return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, scales, stages=stages)
 
 
-def _scales(
-    config: Config, plan: Plan, parts: list[DataParallel], names: list[str], comm: Comm
-) -> Scales | None:
-    if config.train.precision != "float8":
+def _scales(plan: Plan, parts: list[DataParallel], names: list[str], comm: Comm) -> Scales | None:
+    float8 = plan.model.float8
+    if float8 is None:
         return None
-    models, dtype = [part.model for part in parts], DTYPES[compute_dtype(config.train)]
-    delayed, compiled = (
-        config.train.float8_scaling == "delayed",
-        is_compiled(config, comm.mesh.layout, comm.device),
-    )
-    keep = casts_once(plan.accumulation, engine_of(comm.mesh.layout, config.model.experts))
-    return Scales(models, names, comm, delayed, dtype, keep, compiled)
+    models, dtype = [part.model for part in parts], DTYPES[plan.model.dtypes.compute]
+    delayed, compiled = float8.scaling == "delayed", plan.is_compiled(comm.device.type)
+    return Scales(models, names, comm, delayed, dtype, plan.casts_weights_once, compiled)
 
 
-_GIVE_VALUES = (
-    "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
-)
-
-
-def build_plain(config: Config) -> nn.Module:
-    """The whole model as on one device: weights without memory, buffers with their values."""
-    train = config.train
-    with weights_without_memory(train.seed):
-        model = (build_own if config.model.module is not None else Transformer)(config.model)
-    _store_weights_in(model, DTYPES[state_dtype(train)])
-    if config.model.module is not None:
-        model = adapt(model, DTYPES[compute_dtype(train)])
+def build_plain(spec: ModelSpec) -> nn.Module:
+    """Return the whole model as on one device: weights without memory, buffers with their values."""
+    compute = DTYPES[spec.dtypes.compute]
+    with weights_without_memory(spec.seed):
+        model = (build_own if spec.is_own_module else Transformer)(spec.shape)
+    _store_weights_in(model, DTYPES[spec.dtypes.states])
+    if spec.is_own_module:
+        model = adapt(model, compute)
     for module in model.modules():
         if isinstance(module, Embedding):
-            module.compute_dtype = DTYPES[compute_dtype(train)]
-    if train.precision == "float8" and isinstance(model, Transformer):
-        use_float8(model, train)
+            module.compute_dtype = compute
+    if spec.float8 is not None and isinstance(model, Transformer):
+        use_float8(model, spec.float8.products)
     return model
 
 
@@ -151,65 +128,6 @@ def _named_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     return {(module, name): buffer for module, own in of_modules for name, buffer in own}
 
 
-def check_module(config: Config, layout: Layout) -> None:
-    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where
-    there is none."""
-    if config.model.module is not None:
-        check_own(build_plain(config), config, layout)
-
-
-def check_first_values(config: Config) -> Iterator[str]:
-    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen
-    weights that begin at random because nothing gives them a value, and values that the constructor gives and
-    that are not kept."""
-    model, seed = build_plain(config), config.train.seed
-    frozen: list[str] = []
-    if hasattr(model, "initial_value"):
-        check_first_value(model, seed)
-    else:
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        yield (
-            f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
-            f"{_GIVE_VALUES}"
-        )
-    given = lost_values(lambda: build_own(config.model), seed)
-    lost = [
-        name
-        for name, value in given.items()
-        if name not in frozen and begins_otherwise(model, name, value, seed)
-    ]
-    if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        yield (
-            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights "
-            f"begin as shardwise "
-            f"draws them. {_GIVE_VALUES}"
-        )
-
-
-def count_parameters(config: Config) -> OwnParameters | None:
-    """Of a user's own module; None: there is none, and the configuration tells."""
-    if config.model.module is None:
-        return None
-    parameters = list(build_plain(config).parameters())
-    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
-    return OwnParameters(sum(parameter.numel() for parameter in parameters), frozen)
-
-
-def embedded_ids(config: Config) -> int | None:
-    """How many token ids a user's own module looks up; None where no sharding table says which module
-    does."""
-    model = build_plain(config)
-    table, modules = table_of(model), dict(model.named_modules())
-    rows = [
-        module.num_embeddings
-        for path, module in modules.items()
-        if isinstance(module, nn.Embedding) and (role := table.role(path)) and role.kind == "vocabulary"
-    ]
-    return min(rows, default=None)
-
-
 def _embeddings(model: nn.Module) -> frozenset[str]:
     """Names of the weights that are looked up, not multiplied by."""
     return frozenset(
@@ -217,33 +135,26 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _part(
-    config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None
-) -> DataParallel:
-    """Steps 3 to 6, for the whole model or one stage of it."""
-    layout = comm.mesh.layout
+def _part(plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None) -> DataParallel:
+    """Make steps 3 to 6, for the whole model or one stage of it."""
+    layout, shape, compiled = comm.mesh.layout, plan.model.shape, plan.is_compiled(comm.device.type)
     if layout.tensor > 1:
-        kept = (
-            is_compiled(config, layout, comm.device) or config.train.precision == "float8"
-        )  # in 8 bits, where it is cast
-        model = split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not kept)
-    if config.model.experts:
+        saved = compiled or plan.model.float8 is not None  # the gathered input: in 8 bits, where it is cast
+        model = split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not saved)
+    if shape.experts:
         model = split_over_experts(model, table, comm)
     if layout.context > 1:
-        model = split_over_context(model, table, comm, config.model)
-    compiled = is_compiled(config, layout, comm.device)
+        model = split_over_context(model, table, comm, shape)
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
-    _recompute_and_compile(config, plan, model, table, compiled)
+    _recompute_and_compile(plan, model, table, compiled)
     if seeds is not None:
         seed_blocks(model, _named_blocks(model, table), seeds)
-    return _on_data_axes(config, plan, model, table, comm)
+    return _on_data_axes(plan, model, table, comm)
 
 
-def _recompute_and_compile(
-    config: Config, plan: Plan, model: nn.Module, table: Sharding, compiled: bool
-) -> None:
+def _recompute_and_compile(plan: Plan, model: nn.Module, table: Sharding, compiled: bool) -> None:
     """In which order recomputation and compilation wrap a block:
 
     - Recomputation inside, compilation around it: the compiler then sees the recomputed region and fuses
@@ -254,18 +165,16 @@ def _recompute_and_compile(
     - Selective recomputation always inside: it goes by operators, which it would not see around compiled
       code.
     """
-    ours = config.model.module is None and not config.model.experts
-    layout, mode = plan.layout, plan.recompute
+    draws, layout, mode = plan.model.is_own_module, plan.layout, plan.recompute
+    ours = not draws and not plan.model.shape.experts
     whole_graph = layout.tensor == layout.context == layout.expert == 1 and ours
     around = compiled and not whole_graph and mode == "full"
-    draws = config.model.module is not None
     if not around:
         recompute(model, _blocks(model, table), mode, compiled, draws)
-    if compiled and config.train.precision == "float8":
+    if compiled and plan.model.float8 is not None:
         recompute_casts()
     if compiled:
-        dynamic = driver_of(config).varies_rows
-        compile_blocks(model, _blocks(model, table), fullgraph=whole_graph, dynamic=dynamic)
+        compile_blocks(model, _blocks(model, table), fullgraph=whole_graph, dynamic=plan.varies_rows)
     if around:
         recompute(model, _blocks(model, table), mode, compiled, draws)
 
@@ -279,19 +188,18 @@ def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
     return list(_named_blocks(model, table).values())
 
 
-def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
-    train, layout = config.train, comm.mesh.layout
-    engine = engine_of(layout, config.model.experts)
-    settings = _compression(config, model, table, comm)
+def _on_data_axes(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
+    spec, layout, engine = plan.model, comm.mesh.layout, plan.engine
+    settings = _compression(plan, model, table, comm)
     if not engine.sharded:
         allocate(model, comm.device)
-        alone = engine.single or driver_of(config).why_unsharded is not None
+        alone = engine.single or plan.one_copy
         return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
-    compute, reduce = DTYPES[compute_dtype(train)], DTYPES[reduce_dtype(train)]
+    compute, reduce = DTYPES[spec.dtypes.compute], DTYPES[spec.dtypes.sums]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
-    gathers = _gathers(model, table, comm)
+    gathers = _gathers(plan, model, table, comm)
     experts = expert_modules(model, table)
-    root_is_last = layout.pipeline == 1 and config.model.module is None and _ends_with_head(config.model)
+    root_is_last = layout.pipeline == 1 and not spec.is_own_module and _ends_with_head(spec.shape)
     units = _units(model, table)
     sharded = shard(
         model, units, routers, experts, comm, compute, reduce, engine, settings, gathers, root_is_last
@@ -305,21 +213,21 @@ def _ends_with_head(model: Model) -> bool:
     return not model.tied and model.positions != "learned"
 
 
-def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
+def _compression(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
     """What of the model's gradients is compressed, and how; None: nothing. Not compressed is what is summed
     over other axes too, once the data axes are done: what tensor devices do not split, and a tied weight with
     its two uses on different stages."""
-    how = SumCompression.of(comm.mesh.layout)
+    how = plan.gradient_sums
     if how is None:
         return None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = _compressed(model, table, comm) & trained
-    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], names)
+    return CompressionSettings(how, plan.model.seed, DTYPES[plan.model.dtypes.sums], names)
 
 
-def _gathers(model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | None:
+def _gathers(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | None:
     """How weights are gathered; None: plainly. Routers are, so that no score is rounded."""
-    how = WeightGathers.of(comm.mesh.layout)
+    how = plan.weight_gathers
     if how is None:
         return None
     routers = {
@@ -341,17 +249,6 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
         if is_compressed(parameter.shape) and not is_whole(parameter) and name not in shared
     ]
     return frozenset(names)
-
-
-def why_blocks_are_not_compiled(config: Config, layout: Layout, device: torch.device) -> str | None:
-    """Why the job's blocks do not go through torch.compile on this layout; None where they do."""
-    train = config.train
-    return why_not_compiled(train.compile, device.type, train.precision == "float8", layout)
-
-
-def is_compiled(config: Config, layout: Layout, device: torch.device) -> bool:
-    """Whether the job's blocks go through torch.compile on this layout."""
-    return why_blocks_are_not_compiled(config, layout, device) is None
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:

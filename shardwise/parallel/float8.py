@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.state_key import split_scale_name
 from shardwise.comm import Comm
-from shardwise.config import RANK_AXES, Train
+from shardwise.config import RANK_AXES
 from shardwise.models import Head, Transformer
 from shardwise.models.experts import Experts
 from shardwise.models.float8 import (
@@ -34,13 +34,13 @@ from shardwise.models.float8 import (
 from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import Linear
 from shardwise.optim import local
-from shardwise.plan.float8 import in_float8, products
+from shardwise.plan.float8 import products
 
 
-def use_float8(model: Transformer, train: Train) -> None:
-    """Make the products of a plain model in float8 that the job makes so (plan/float8.py)."""
+def use_float8(model: Transformer, names: Iterable[str]) -> None:
+    """Let a plain model make the products of these names in float8 (plan/float8.py)."""
     sources: dict[str, DelayedScale] = {}
-    chosen = set(in_float8(model.config, train))
+    chosen = set(names)
     modules = dict(model.named_modules())
     for product in products(model.config):
         module = modules.get(product.name)  # experts' products are named by their weights, see below

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm
-from shardwise.config import Config
 from shardwise.config.schedules import SCHEDULE_FACTS
 from shardwise.errors import UserError
 from shardwise.models import Sharding
 from shardwise.models.dtypes import DTYPES
-from shardwise.plan import Plan, Schedule, compute_dtype, make_schedule
+from shardwise.plan import Plan, Schedule, make_schedule
 
 AXIS = "pipeline"
 
@@ -48,7 +47,7 @@ class Stages:
         return self.schedule.stages - 1
 
 
-def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
+def own_stages(plan: Plan, comm: Comm) -> Stages:
     """The cut of this job."""
     mesh, layout = comm.mesh, comm.mesh.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, plan.accumulation, layout.stages_per_rank)
@@ -60,9 +59,9 @@ def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
         blocks=tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True)),
         rank=mesh.coordinate(AXIS),
         micro_batch=plan.micro_batch,
-        length=config.data.sequence_length // layout.context,
-        hidden=config.model.hidden,
-        dtype=DTYPES[compute_dtype(config.train)],
+        length=plan.model.sequence_length // layout.context,
+        hidden=plan.model.shape.hidden,
+        dtype=DTYPES[plan.model.dtypes.compute],
     )
 
 

@@ -1,11 +1,12 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
 from shardwise.plan.choose import Asked, choose, fit, micro_batch_size
-from shardwise.plan.dtypes import compute_dtype, reduce_dtype, state_dtype
+from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.grid import COPIES
 from shardwise.plan.memory import StateBytes, state_bytes
+from shardwise.plan.model_spec import Float8Spec, ModelSpec
 from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
 from shardwise.plan.schedule import Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
@@ -17,16 +18,18 @@ __all__ = [
     "Action",
     "Asked",
     "Decision",
+    "Dtypes",
     "Engine",
+    "Float8Spec",
     "KeptLayout",
     "KeptPlan",
+    "ModelSpec",
     "Plan",
     "Schedule",
     "StateBytes",
     "Timeline",
     "block_costs",
     "choose",
-    "compute_dtype",
     "cut",
     "engine_of",
     "fit",
@@ -35,10 +38,8 @@ __all__ = [
     "micro_batch_size",
     "peak_in_flight",
     "read_plan",
-    "reduce_dtype",
     "simulate",
     "stage_blocks",
     "stage_costs",
     "state_bytes",
-    "state_dtype",
 ]

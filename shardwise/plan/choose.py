@@ -37,10 +37,11 @@ from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8 import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
+from shardwise.plan.model_spec import ModelSpec
 from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plan.stages import stage_blocks
+from shardwise.plurals import counted
 from shardwise.units import GIB
-from shardwise.words import counted
 
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6
@@ -94,11 +95,16 @@ def choose(
     length = config.data.sequence_length
     values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
     return Plan(
+        model=ModelSpec.of(config),
         layout=layout,
         micro_batch=micro_batch,
         accumulation=accumulation,
         recompute=config.train.recompute,
         decisions=_decisions(config, values, whys | more, asked),
+        optimizer=config.optimizer,
+        compile=config.train.compile,
+        varies_rows=driver_of(config).varies_rows,
+        one_copy=driver_of(config).why_unsharded is not None,
         parameters=parameters.total if parameters else count(config.model),
         frozen=parameters.frozen if parameters else 0,
         flops_per_token=own_flops_per_token(parameters)

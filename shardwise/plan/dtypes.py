@@ -16,8 +16,11 @@ Runtime and cost model read this table; `models/dtypes.py` turns a name into tor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shardwise.config import Train
 from shardwise.config.dtypes import BYTES
+from shardwise.plan.engine import Engine
 
 
 def wide(dtype: str) -> str:
@@ -25,22 +28,30 @@ def wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def compute_dtype(train: Train) -> str:
-    """The dtype of activations and of the weights they meet. Products in float8 are between values in
-    bfloat16, or in float64 where weights are: so a proof of them has no other rounding than theirs."""
-    if train.precision == "float8":
-        return "float64" if train.state_dtype == "float64" else "bfloat16"
-    return train.precision
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtype of each kind of number of a run, by name."""
 
+    compute: str
+    """Activations, and the weights that they meet. Products in float8 are between values in bfloat16, or in
+    float64 where weights are: so a proof of them has no other rounding than theirs."""
+    states: str
+    """Weights and optimizer states between steps."""
+    sums: str
+    """Gradients that FSDP2 sums, over micro-batches and over devices."""
 
-def state_dtype(train: Train) -> str:
-    """The dtype weights and optimizer state are stored in."""
-    return wide(compute_dtype(train)) if train.state_dtype == "auto" else train.state_dtype
+    @classmethod
+    def of(cls, train: Train) -> Dtypes:
+        """Return the dtypes of a job."""
+        compute = train.precision
+        if compute == "float8":
+            compute = "float64" if train.state_dtype == "float64" else "bfloat16"
+        states = wide(compute) if train.state_dtype == "auto" else train.state_dtype
+        return cls(compute, states, wide(compute))
 
-
-def reduce_dtype(train: Train) -> str:
-    """The dtype FSDP2 sums gradients in, over micro-batches and over devices."""
-    return wide(compute_dtype(train))
+    def summed_by(self, engine: Engine) -> str:
+        """Return the dtype in which gradients are summed over devices: DDP sums them as they are stored."""
+        return self.sums if engine.sharded else self.states
 
 
 def computes_wide(parameter: str) -> bool:

@@ -61,6 +61,11 @@ class Engine:
     splits_backward: Flag
 
     @property
+    def name(self) -> str:
+        """The word for it, for a Layout."""
+        return "single" if self.single else "replicated" if self.replicated else "sharded"
+
+    @property
     def keeps_gathered(self) -> Flag:
         """Weights are gathered once a step and kept until it ends; elsewhere they are let go after each
         use."""

@@ -39,7 +39,7 @@ from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
 from shardwise.config.dtypes import BYTES
 from shardwise.config.parameters import OwnParameters
-from shardwise.plan.dtypes import compute_dtype, reduce_dtype, state_dtype
+from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
@@ -90,12 +90,8 @@ class _Whole:
 
 
 def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _Whole) -> StateBytes:
-    train = config.train
-    stored, computed, reduced = (
-        BYTES[state_dtype(train)],
-        BYTES[compute_dtype(train)],
-        BYTES[reduce_dtype(train)],
-    )
+    dtypes = Dtypes.of(config.train)
+    stored, computed, reduced = BYTES[dtypes.states], BYTES[dtypes.compute], BYTES[dtypes.sums]
     wider = reduced - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     if layout.zero == 3 and layout.backward_shards is not None:

@@ -11,16 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.config import Config, Layout, Recompute
+from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.config.dtypes import BYTES
 from shardwise.files import parse_as, read_bytes
-from shardwise.optimizers import Optimizer
+from shardwise.optimizers import Optimizer, from_table
+from shardwise.plan.compilation import why_not_compiled
+from shardwise.plan.engine import Engine, engine_of
+from shardwise.plan.float8 import casts_once
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
+from shardwise.plan.model_spec import ModelSpec
 from shardwise.units import GIB
 
 DEFAULT = "the default"
@@ -46,6 +52,8 @@ class Decision:
 class Plan:
     """What every worker of a team obeys."""
 
+    model: ModelSpec
+    """The model as it is built on one device."""
     layout: Layout
     """Complete: no field is left open."""
     micro_batch: int
@@ -54,6 +62,9 @@ class Plan:
     recompute: Recompute | float
     decisions: Mapping[str, Decision]
     """By the setting's name in a job: `layout.zero`, `train.micro_batch`."""
+    optimizer: Optimizer
+    compile: bool | Literal["auto"]
+    """Whether blocks are compiled; auto: on GPUs."""
     parameters: int
     flops_per_token: float
     state_bytes: StateBytes
@@ -71,10 +82,49 @@ class Plan:
     groups: int = 1
     """That train by themselves, each on this layout."""
 
-    def state_numbers(self, optimizer: Optimizer) -> int:
-        """Return how many numbers the whole model has: its weights, and the optimizer's states of those that
-        are trained."""
-        return self.parameters + len(optimizer.slots) * (self.parameters - self.frozen)
+    varies_rows: bool = False
+    """Whether a device may get another number of rows in each step, so that shapes change."""
+    one_copy: bool = False
+    """Whether all workers hold one and the same copy of the weights, in memory that they share."""
+
+    @property
+    def engine(self) -> Engine:
+        """Which engine holds the data axes, and what it moves when."""
+        return engine_of(self.layout, self.model.shape.experts)
+
+    @property
+    def gradient_sums(self) -> SumCompression | None:
+        """How sums of gradients are compressed; None: they are not."""
+        return SumCompression.of(self.layout)
+
+    @property
+    def weight_gathers(self) -> WeightGathers | None:
+        """How sharded weights are gathered; None: as they are."""
+        return WeightGathers.of(self.layout)
+
+    def why_not_compiled(self, device: str) -> str | None:
+        """Return why blocks are not compiled on this kind of device ("cpu", "cuda"); None: they are."""
+        return why_not_compiled(self.compile, device, self.model.float8 is not None, self.layout)
+
+    def is_compiled(self, device: str) -> bool:
+        """Return whether blocks go through torch.compile on this kind of device."""
+        return self.why_not_compiled(device) is None
+
+    @property
+    def casts_weights_once(self) -> bool:
+        """Whether weights are cast to float8 once a step, for all its micro-batches."""
+        return bool(casts_once(self.accumulation, self.engine))
+
+    @property
+    def state_numbers(self) -> int:
+        """How many numbers the whole model has: its weights, and the optimizer's states of those that are
+        trained."""
+        return self.parameters + len(self.optimizer.slots) * (self.parameters - self.frozen)
+
+    @property
+    def state_width(self) -> int:
+        """Bytes of one number of the weights and of the optimizer's states."""
+        return BYTES[self.model.dtypes.states]
 
     @property
     def world(self) -> int:
@@ -105,11 +155,17 @@ class Plan:
             name: value / GIB for name, value in asdict(self.state_bytes).items()
         }  # exact: a power of two
         return {
+            "model": self.model.to_json(),
             "layout": self.layout.model_dump(mode="json"),
             "micro_batch": self.micro_batch,
             "accumulation": self.accumulation,
             "recompute": self.recompute,
             "decisions": {name: _listed(asdict(decision)) for name, decision in self.decisions.items()},
+            "optimizer": self.optimizer.model_dump(mode="json"),
+            "compile": self.compile,
+            "varies_rows": self.varies_rows,
+            "one_copy": self.one_copy,
+            "resolved": self._resolved(),
             "parameters": self.parameters,
             "frozen": self.frozen,
             "flops_per_token": self.flops_per_token,
@@ -122,16 +178,28 @@ class Plan:
             "groups": self.groups,
         }
 
+    def _resolved(self) -> dict[str, Any]:
+        """Return what follows from the other fields, in words, for whoever reads plan.json."""
+        sums, gathers = self.gradient_sums, self.weight_gathers
+        return {
+            "engine": self.engine.name,
+            "gradient_codec": None if sums is None else str(sums.codec),
+            "weight_codec": None if gathers is None or gathers.codec is None else str(gathers.codec),
+            "gradients_summed_in": self.model.dtypes.summed_by(self.engine),
+            "optimizer_slots": list(self.optimizer.slots),
+            "not_compiled": {device: self.why_not_compiled(device) for device in ("cpu", "cuda")},
+        }
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
         """A plan as another host sent it, or as a run keeps it."""
-        fields = {name: part for name, part in value.items() if name != "memory_gib"}
+        fields = {name: part for name, part in value.items() if name not in ("memory_gib", "resolved")}
         memory = {name: part * GIB for name, part in value["memory_gib"].items() if name != "states"}
         decisions = {name: Decision(**_tupled(decision)) for name, decision in value["decisions"].items()}
         layout = Layout.model_validate(value["layout"])
-        return cls(
-            **{**fields, "layout": layout, "decisions": decisions, "state_bytes": StateBytes(**memory)}
-        )
+        values = {"layout": layout, "decisions": decisions, "state_bytes": StateBytes(**memory)}
+        values |= {"model": ModelSpec.from_json(value["model"]), "optimizer": from_table(value["optimizer"])}
+        return cls(**{**fields, **values})
 
 
 # -- plan.json, as a report reads it -------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""What this machine does: its devices and links measured, as the cluster that the planner reads. Needs no
-torch to import."""
+"""Measure the devices and links of this machine, and return them as the cluster that the planner reads.
 
-from shardwise.probe.local import local_workers, measure_here
-from shardwise.probe.quick import quick_cluster
+Importing this package does not import torch.
+"""
 
-__all__ = ["local_workers", "measure_here", "quick_cluster"]
+from shardwise.probe.probe_workers import measure_this_machine, worker_count
+from shardwise.probe.quick_probe import quick_cluster
+
+__all__ = ["measure_this_machine", "quick_cluster", "worker_count"]

@@ -1,8 +1,9 @@
-"""Timing one thing on all workers at the same moment.
+"""Time one operation on all workers at the same moment.
 
-Training keeps every worker busy at once, and workers of one machine are in each other's way: CPU workers
-share cores and memory, GPUs a bus. So whatever is timed runs on all of them together, as often on each, and
-the time is that of the last to finish. All workers get the same answer, and go on with the same decisions.
+Training keeps all workers busy at once, and workers of one machine slow each other down: CPU workers share
+cores and memory, GPUs share a bus. An operation is therefore timed on all workers together, the same number
+of times on each, and its time is that of the slowest worker. All workers get the same result, so they make
+the same decisions afterwards.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = datetime.timedelta(seconds=60)
-"""A collective takes seconds at most; one that takes this long waits for a worker that is gone."""
-MOST_CALLS = 20_000
+"""Timeout of a collective. Collectives take seconds at most; this long means that a worker has ended."""
+MAX_CALLS = 20_000
+"""Maximum number of calls in one window."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,17 @@ class Bench:
 
     device: torch.device
     everyone: dist.ProcessGroup | None
-    """None where there is one worker."""
+    """Process group of all workers; None if there is only one worker."""
     window: float
+    """Seconds of one window of calls."""
     windows: int
+    """Number of windows whose median is taken."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one call: the median of a few windows of calls in a row. The first call, which finds its kernel,
-        is not counted."""
+        """Return the seconds of one call: the median over a few windows, each of many calls in a row.
+
+        The first call, which selects its kernel, is not counted.
+        """
         self._calls(run, 1)
         once = self._agreed(run, 1)
         once = self._agreed(run, self._fitting(self.window / 10, once))
@@ -41,7 +47,7 @@ class Bench:
         return median(self.longest([self._calls(run, count) for _ in range(self.windows)]))
 
     def longest(self, values: Sequence[float]) -> list[float]:
-        """Each of these numbers where it is largest among the workers."""
+        """Return, for each number, its maximum over all workers."""
         if self.everyone is None:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -49,7 +55,7 @@ class Bench:
         return [float(number) for number in numbers.tolist()]
 
     def synchronize(self) -> None:
-        """Wait for what this worker has asked of its device."""
+        """Wait for the work that this worker has queued on its device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -57,10 +63,10 @@ class Bench:
         return self.longest([self._calls(run, count)])[0]
 
     def _fitting(self, seconds: float, once: float) -> int:
-        return max(1, min(MOST_CALLS, round(seconds / max(once, 1e-9))))
+        return max(1, min(MAX_CALLS, round(seconds / max(once, 1e-9))))
 
     def _calls(self, run: Callable[[], object], count: int) -> float:
-        """Seconds of one of so many calls in a row, begun by all workers together."""
+        """Return the seconds of one call, averaged over `count` calls that all workers start together."""
         self.longest([0.0])
         self.synchronize()
         start = time.perf_counter()

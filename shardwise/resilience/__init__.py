@@ -1,1 +1,1 @@
-"""Surviving faults: who trains together, who is alive, who is slow."""
+"""Survive faults: who trains together, who is alive, and who is slow."""

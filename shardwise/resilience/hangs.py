@@ -1,9 +1,9 @@
-"""When a team makes no progress: who hangs, and what every worker was doing.
+"""Find out which worker hangs when a team makes no progress, and what every worker was doing.
 
-The time since the last step counts, not life: a worker that waits forever in a collective is alive. When a
-worker is late, all are asked where they stand. Those that do not answer are stopped, or stuck in C code that
-holds Python's lock, and are the culprits. If all answer, all wait for each other, or for a worker of another
-host, which that host is given time to name.
+The time since the last completed step counts, and not whether a process is alive: a worker that waits forever
+in a collective is alive. When a worker is late, all workers are asked for their stacks. Those that do not
+answer are stopped, or stuck in C code that holds Python's lock, and are the culprits. If all answer, they
+wait for each other or for a worker of another host, and that host gets time to name it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from pathlib import Path
 
 from shardwise.config import Recovery
 from shardwise.observe import present_time, write_text
-from shardwise.resilience.messages import ReportStacks
-from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.team import Fault
+from shardwise.resilience.worker_messages import ReportStacks
+from shardwise.resilience.worker_process import WorkerProcess
 
 ANSWER_SECONDS = 2.0
-"""How long a worker may take to say where it stands."""
+"""Seconds within which a worker must send its stacks."""
 OTHERS_SECONDS = 5.0
-"""How long to wait, in a hang without a culprit here, for another host to find one."""
+"""Seconds to wait, in a hang without a culprit on this host, for another host to find one."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A team that is stuck: the workers that must end, and the seconds since a step was done."""
+    """A team that is stuck: the workers that must end, and the seconds since a step was completed."""
 
     culprits: Sequence[WorkerProcess]
     seconds: float
 
 
 def find_hang(working: Sequence[WorkerProcess], recovery: Recovery, other_hosts: bool) -> Hang | None:
-    """Whether the present team's workers here hang; asks them where they stand once one is late."""
+    """Return the hang of the team's workers on this host, if there is one. Ask for stacks once a worker is
+    late.
+    """
     now = time.monotonic()
     late = [worker for worker in working if now - worker.changed > worker.hang_limit(recovery)]
     if not late:
@@ -56,18 +58,14 @@ def find_hang(working: Sequence[WorkerProcess], recovery: Recovery, other_hosts:
 
 
 def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, generation: int) -> Fault:
-    """Keep in a file what every worker said; the fault that the hang is."""
+    """Write the stacks of all workers to a file. Return the fault of the hang."""
     path = logs / f"hang-{generation}.txt"
     silence = "does not answer: it is stopped, or stuck in code that holds Python's lock\n"
-    write_text(
-        path,
-        "\n".join(
-            f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working
-        ),
-    )
+    lines = [f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working]
+    write_text(path, "\n".join(lines))
     silent = [worker for worker in hang.culprits if worker.stacks is None]
     for worker in silent:
-        os.kill(worker.pid, signal.SIGQUIT)  # its stacks go to its log, should it be able to
+        os.kill(worker.pid, signal.SIGQUIT)  # if it can, it writes its stacks to its log
     if silent:
         time.sleep(0.1)
     first = hang.culprits[0]

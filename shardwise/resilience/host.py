@@ -1,15 +1,15 @@
-"""One machine's part in a run: its workers, kept alive, watched, and matched to the team that the leader
-wants.
+"""One machine's part in a run: it keeps its workers alive, watches them, and puts them into the leader's
+team.
 
-Workers are forked from a server that has torch imported (multiprocessing's forkserver), so a new worker is
-there in a moment. A worker whose peer died lets go of the broken team by itself and waits for the next one,
-which saves starting it anew; one that does not within a few seconds is replaced. Nothing rests on the good
-will of a worker: it can be killed at any time.
+Workers are forked from a server that has imported torch (multiprocessing's forkserver), so a new worker
+starts quickly. A worker whose peer died leaves the broken team by itself and waits for the next one, which is
+faster than starting it again. A worker that does not leave within a few seconds is replaced. Nothing depends
+on the cooperation of a worker: it can be killed at any time.
 
-Why not torch's elastic agent: it ends every worker of a node when one fails, its nodes have a fixed number of
-workers, it takes life for progress, and its rendezvous waits out fixed timeouts. What is needed is small and
-is here: the judgement in team.py, the messages to other hosts in rendezvous.py and to workers in messages.py,
-hangs in hangs.py, the processes below.
+torch's elastic agent is not used for these reasons: it ends all workers of a node when one fails, its nodes
+have a fixed number of workers, it does not distinguish life from progress, and its rendezvous waits for fixed
+timeouts. What is needed is small: the decisions are in team.py, the messages to other hosts in
+leader_connection.py and to workers in worker_messages.py, hangs in hangs.py, and the processes below.
 """
 
 from __future__ import annotations
@@ -26,44 +26,52 @@ from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
 from shardwise.mesh.sockets import LOOPBACK
-from shardwise.resilience import messages
+from shardwise.resilience import worker_messages
+from shardwise.resilience.fork_server import wake_server
 from shardwise.resilience.hangs import find_hang, record_hang
-from shardwise.resilience.other_hosts import OtherHosts
-from shardwise.resilience.process import WorkerProcess, died, fork, peer_gone, write_members
-from shardwise.resilience.server import wake_server
+from shardwise.resilience.leadership import Leadership
 from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
 from shardwise.resilience.team import (
     LOST_SECONDS,
     Fault,
-    Lead,
-    Member,
+    Leader,
     Orders,
     Refusal,
     Report,
     Team,
-    in_own_code,
+    repeated_line_message,
+)
+from shardwise.resilience.worker_process import (
+    WorkerProcess,
+    fault_of_dead_worker,
+    fault_of_lost_peer,
+    fork_worker,
+    write_members,
 )
 
 TICK_SECONDS = 0.05
+"""Seconds between two rounds of the host's loop."""
 CALL_SECONDS = 0.25
-"""Between two calls to a leader elsewhere."""
+"""Seconds between two calls to a leader on another host."""
 LAST_CALL_SECONDS = 5.0
-"""How long the leader answers after the end."""
+"""Seconds for which the leader still answers after the end."""
 PARTING_SECONDS = 3.0
-"""How long a worker may take to let go of a team that broke, before it is replaced."""
+"""Seconds that a worker may take to leave a team that broke, before it is replaced."""
 ANSWER_SECONDS = 1.0
-"""How long the leader may be silent before a host says that it waits for it."""
+"""Seconds without an answer of the leader before a host prints that it waits."""
 SAY_SECONDS = 5.0
-"""How long a run waits for workers before it says so."""
+"""Seconds for which a run waits for workers before it prints so."""
 RETRY_SECONDS = 60.0
-"""How long a slot rests after two workers in a row did not come up in it."""
+"""Seconds for which a slot is not used after two workers in a row failed to start in it."""
 SILENT_SERVER_SECONDS = 60.0
-"""How long the server may fork nobody before that is a failure of the slot."""
+"""Seconds without a fork by the server before that counts as a failure of the slot."""
 SERVER_SECONDS = 2.0
-"""How long the server may take to fork a worker, or to tell that one has ended, before it is taken for
-stopped."""
+"""Seconds that the server may take to fork a worker, or to report a dead one, before it is assumed to be
+stopped.
+"""
 
 Start = Callable[[int, Connection], None]
+"""Function that a worker process runs, given its slot and its pipe to the host."""
 
 
 class Host:
@@ -76,33 +84,27 @@ class Host:
         start: Start,
         recovery: Recovery,
         logs: Path,
-        lead: Lead | None,
+        leader: Leader | None,
         record: Callable[..., None],
         newest_saved: Callable[[], int | None],
-        others: OtherHosts | None = None,
+        leadership: Leadership | None = None,
         loose: bool = False,
     ) -> None:
-        self.name, self.start, self.recovery, self.logs, self.lead, self.others = (
-            name,
-            start,
-            recovery,
-            logs,
-            lead,
-            others,
-        )
+        self.name, self.start, self.recovery, self.logs = name, start, recovery, logs
+        self.leader, self.leadership = leader, leadership
         self.loose = loose
-        """Whether workers that are no ranks of the team work for it."""
+        """Whether workers that are not ranks of the team work for it."""
         self._record = record
         self._newest_saved = newest_saved
-        """The step of the newest whole checkpoint, if there is one."""
-        self.address = others.address if others else LOOPBACK
+        """Function that returns the step of the newest complete checkpoint, if there is one."""
+        self.address = leadership.address if leadership else LOOPBACK
         self.slots = dict.fromkeys(range(slots), 0.0)
-        """Each slot, and until when it rests."""
+        """For each slot, the time until which it is not used."""
         self._ready: set[int] = set()
-        """Slots in which a worker has come up at least once."""
+        """Slots in which a worker has started at least once."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
         self._lost: Fault | None = None
-        """Why the last worker ended that was no rank."""
+        """Fault of the last worker that was not a rank and ended."""
         self._server_is_ready = False
         self._server_silent_since: float | None = None
         self._processes: dict[int, WorkerProcess] = {}
@@ -110,18 +112,18 @@ class Host:
         self._faults: list[Fault] = []
         self._statuses: dict[int, int] = {}
         self._members: dict[int, int] = {}
-        """Of the present team: rank by slot."""
+        """Rank of each slot in the present team."""
         self._step = 0
-        """The last step that the present team has done itself."""
+        """Last step that the present team has completed."""
         self._signals = CollectSignals()
         self._recorded_faults = self._recorded_refusals = 0
         self._missing_since, self._said_missing = time.monotonic(), False
         self._last_call, self._answered = 0.0, False
-        """When the leader was last called, and whether it answered."""
+        """Time of the last call to the leader, and whether it was answered."""
         self._orders = Orders()
 
     def run(self) -> int:
-        """Until the leader says that the run has ended; the command's exit status."""
+        """Run until the leader says that the run has ended. Return the command's exit status."""
         with self._signals:
             try:
                 return self._run()
@@ -130,7 +132,7 @@ class Host:
                 print(stopped, file=sys.stderr)
                 return stopped.status
             except UserError as error:
-                if self._orders.wish != "end" and not (self.others and self.others.lost_lead()):
+                if self._orders.wish != "end" and not (self.leadership and self.leadership.is_lost()):
                     self._tell_other_hosts(Orders("end", self._orders.team, error.status, str(error)))
                 raise
             finally:
@@ -155,45 +157,47 @@ class Host:
     # Processes
 
     def _listen(self) -> None:
-        """Take what workers say, or notice that one of them ended; wait a moment for it."""
+        """Receive messages of workers, or notice that one of them ended; wait a moment for either."""
         by_pipe = {process.pipe: process for process in self._processes.values() if process.hung_up is None}
         sentinels = [process.process.sentinel for process in self._processes.values()]
         for ready in wait([*by_pipe, *sentinels], timeout=TICK_SECONDS):
             if isinstance(ready, Connection) and ready in by_pipe:
-                self._take(by_pipe[ready])
+                self._receive_all(by_pipe[ready])
 
-    def _take(self, worker: WorkerProcess) -> None:
+    def _receive_all(self, worker: WorkerProcess) -> None:
+        """Receive all messages that a worker has sent."""
         try:
             while worker.pipe.poll():
-                self._hear(worker, worker.pipe.recv())
+                self._receive(worker, worker.pipe.recv())
         except (EOFError, OSError):
             worker.hung_up = worker.hung_up or time.monotonic()
 
-    def _hear(self, worker: WorkerProcess, message: messages.FromWorker) -> None:
-        """Take note of what a worker says."""
+    def _receive(self, worker: WorkerProcess, message: worker_messages.FromWorker) -> None:
+        """Record a message of a worker."""
         match message:
-            case messages.Waiting():
+            case worker_messages.Waiting():
                 worker.state, worker.step = "waiting", 0
                 self._ready.add(worker.slot)
                 self._failed_starts[worker.slot] = self._failed_starts[worker.slot] if self.loose else 0
-            case messages.Progress(phase, step):
+            case worker_messages.Progress(phase, step):
                 self._note_progress(worker, phase, step)
-            case messages.Reads(rows):
+            case worker_messages.Reads(rows):
                 worker.reads = rows
-            case messages.PeerGone(reason):
-                self._faults.append(peer_gone(worker, reason))
-            case messages.Failed(fault):
+            case worker_messages.PeerGone(reason):
+                self._faults.append(fault_of_lost_peer(worker, reason))
+            case worker_messages.Failed(fault):
                 worker.fault = fault
-            case messages.Done(status):
+            case worker_messages.Done(status):
                 worker.state = "done"
                 if worker.generation == self._generation:
                     self._statuses[worker.slot] = status
-            case messages.Signalled(number):
+            case worker_messages.Signalled(number):
                 self._signals.note(number)
-            case messages.Stacks(text):
+            case worker_messages.Stacks(text):
                 worker.stacks = text
 
-    def _note_progress(self, worker: WorkerProcess, phase: messages.Phase, step: int) -> None:
+    def _note_progress(self, worker: WorkerProcess, phase: worker_messages.Phase, step: int) -> None:
+        """Record that a worker began a phase or completed a step."""
         now = time.monotonic()
         if step > worker.step and phase == "step":
             if worker.begun is not None:
@@ -202,42 +206,42 @@ class Host:
             if worker.generation == self._generation and not worker.loose:
                 self._step = max(self._step, step)
         worker.begun = now if phase == "step" else worker.begun if phase in ("wait", "meet") else None
-        worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = (
-            phase,
-            step,
-            now,
-            None,
-            None,
-        )
+        worker.phase, worker.step, worker.changed = phase, step, now
+        worker.asked_for_stacks = worker.stacks = None
 
     def _note_ended_workers(self) -> None:
-        """Take note of workers that ended, and why. The server tells that; if it does not, it was stopped."""
-        if any(
-            worker.hung_up and time.monotonic() - worker.hung_up > SERVER_SECONDS
-            for worker in self._processes.values()
-        ):
+        """Record workers that ended, and why. The server reports their ends, unless it was stopped."""
+        hung_up = [worker.hung_up for worker in self._processes.values() if worker.hung_up]
+        if hung_up and time.monotonic() - min(hung_up) > SERVER_SECONDS:
             wake_server()
         for worker in [worker for worker in self._processes.values() if not worker.process.is_alive()]:
-            self._take(worker)
+            self._receive_all(worker)
             worker.pipe.close()
             del self._processes[worker.slot]
-            if worker.loose and worker.state == "working" and not worker.discarded:
-                self._note_lost(worker, worker.fault or died(worker, self.logs))
-            elif worker.state == "working" and not worker.discarded:
-                self._faults.append(worker.fault or died(worker, self.logs))
-            elif worker.state == "starting" and not worker.discarded:
-                self._note_failed_start(worker, worker.fault or died(worker, self.logs))
+            if worker.state in ("working", "starting") and not worker.discarded:
+                self._note_end(worker, worker.fault or fault_of_dead_worker(worker, self.logs))
+
+    def _note_end(self, worker: WorkerProcess, fault: Fault) -> None:
+        """Record the fault of a worker that ended too early."""
+        if worker.state == "starting":
+            self._note_failed_start(worker, fault)
+        elif worker.loose:
+            self._note_lost(worker, fault)
+        else:
+            self._faults.append(fault)
 
     def _note_lost(self, worker: WorkerProcess, fault: Fault) -> None:
-        """A worker that is no rank ended: the others go on, and so does its slot. One that never gets
-        anything done, as often as a step may fail, rests; if none of them does, that is a fault of the
-        run."""
+        """Record the end of a worker that is not a rank. The others continue, and its slot is used again.
+
+        A slot in which workers fail as often as a step may, without getting anything done, is not used for a
+        while. If that holds for all slots, it is a fault of the run.
+        """
         self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
         before, self._lost = self._lost, fault
         if before is not None and fault.repeats(before):
-            raise RunFailed(in_own_code(fault))
+            raise RunFailed(repeated_line_message(fault))
         self._failed_starts[worker.slot] += worker.step == 0
         if self._failed_starts[worker.slot] < self.recovery.attempts:
             return
@@ -245,24 +249,26 @@ class Host:
         loose = [slot for slot in self.slots if slot not in self._members]
         if all(self._failed_starts[slot] >= self.recovery.attempts for slot in loose):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
-            often = f"failed {self.recovery.attempts} times in a row"
-            raise RunFailed(
-                f"{trace}{'every' if len(loose) > 1 else 'the'} worker on {self.name} {often}: {fault.cause}"
-            )
+            workers = f"{'every' if len(loose) > 1 else 'the'} worker on {self.name}"
+            times = f"{self.recovery.attempts} times in a row"
+            raise RunFailed(f"{trace}{workers} failed {times}: {fault.cause}")
 
     def _let_rest(self, worker: WorkerProcess, fault: Fault) -> None:
+        """Do not use the slot of this worker for a while."""
         self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
         self._note("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
 
     def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
-        """A worker ended before it was ready: the second time, its slot rests; if all do, so does the
-        host."""
+        """Record that a worker ended before it was ready.
+
+        After the second time its slot is not used for a while. If that holds for all slots, the host gives
+        up.
+        """
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
-        if worker.slot in self._members:  # its peers wait for it already
-            self._faults.append(
-                replace(fault, rank=self._members[worker.slot], step=0, generation=self._generation)
-            )
+        if worker.slot in self._members:  # its peers are already waiting for it
+            rank = self._members[worker.slot]
+            self._faults.append(replace(fault, rank=rank, step=0, generation=self._generation))
         self._failed_starts[worker.slot] += 1
         if self._failed_starts[worker.slot] < 2:
             return
@@ -272,60 +278,63 @@ class Host:
             raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")
 
     def _start_missing_workers(self) -> None:
-        """A process for every slot that does not rest."""
+        """Start a worker in every usable slot that has none."""
         for slot in self._usable_slots():
             if slot not in self._processes and self._statuses.get(slot) is None and not self._fork(slot):
-                return  # one at a time: the leader is to be told in between
+                return  # the host must report to the leader before it tries again
 
     def _fork(self, slot: int) -> bool:
-        """Start a worker in this slot. The first one waits for the server's imports, no other for long."""
+        """Start a worker in this slot. Only the first one waits long, for the server's imports."""
         seconds = 2 * SERVER_SECONDS if self._server_is_ready else self.recovery.start_seconds
         began = time.monotonic()
-        worker, fault = fork(slot, self.start, seconds, lambda: bool(self._signals.received))
+        worker, fault = fork_worker(slot, self.start, seconds, lambda: bool(self._signals.received))
         if fault is None:
             self._processes[slot], self._server_is_ready, self._server_silent_since = worker, True, None
         elif not self._signals.received:
             self._server_silent_since = self._server_silent_since or began
-            if (
-                time.monotonic() - self._server_silent_since > SILENT_SERVER_SECONDS
-            ):  # till then the machine may be busy
+            # Until then the machine may just be busy.
+            if time.monotonic() - self._server_silent_since > SILENT_SERVER_SECONDS:
                 self._note_failed_start(worker, fault)
         return fault is None
 
     def _usable_slots(self) -> list[int]:
+        """Return the slots that may be used now."""
         now = time.monotonic()
         return [slot for slot, rests_until in self.slots.items() if rests_until <= now]
 
     def _discard(self, worker: WorkerProcess) -> None:
-        """End a worker that is of no use any more: that is no fault of the team's."""
+        """End a worker that is of no use any more. That is not a fault of the team."""
         worker.discarded = True
         worker.process.kill()
 
     def _kill_all(self) -> None:
         for worker in self._processes.values():
             worker.process.kill()
-        wake_server()  # it tells that they have ended
+        wake_server()  # it reports their ends
         for worker in self._processes.values():
             worker.process.join()
 
     # The leader
 
     def _working(self) -> list[WorkerProcess]:
-        """Workers of the present team."""
-        return [
-            worker for worker in self._at_work() if worker.generation == self._generation and not worker.loose
-        ]
+        """Return the workers of the present team."""
+        members = [worker for worker in self._at_work() if not worker.loose]
+        return [worker for worker in members if worker.generation == self._generation]
 
     def _at_work(self) -> list[WorkerProcess]:
-        """Workers of any team: some may not have let go of an earlier one yet."""
+        """Return the workers of any team. Some may not have left an earlier team yet."""
         return [worker for worker in self._processes.values() if worker.state == "working"]
 
     def _offered_slots(self) -> list[int]:
-        """Slots that a team may use. A host that does not lead offers a slot once a worker has come up in it:
-        a team that trains must not make room for a host on which none ever does."""
-        return [slot for slot in self._usable_slots() if self.lead is not None or slot in self._ready]
+        """Return the slots that a team may use.
+
+        A host that does not lead offers a slot once a worker has started in it, so that a training team does
+        not make room for a host on which no worker ever starts.
+        """
+        return [slot for slot in self._usable_slots() if self.leader is not None or slot in self._ready]
 
     def _report(self) -> Report:
+        """Return the state of this host."""
         ended = self._members and self._statuses.keys() >= self._members.keys()
         return Report(
             host=self.name,
@@ -336,72 +345,78 @@ class Host:
             step=self._step,
             faults=tuple(self._present_faults()),
             done=max(self._statuses.values()) if ended else None,
-            leaving=self._signals.status is not None and self.lead is None,
+            leaving=self._signals.status is not None and self.leader is None,
         )
 
     def _present_faults(self) -> list[Fault]:
-        """Of the present team; word of an older team may come late."""
+        """Return the faults of the present team. Messages of an older team may come late."""
         return [fault for fault in self._faults if fault.generation == self._generation]
 
     def _consult(self) -> Orders | None:
-        """What the leader wants; None if it cannot be reached."""
-        now = time.monotonic()
-        rendezvous = self.others.rendezvous if self.others else None
-        if self.lead is not None:
-            self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
-            for report, arrived in rendezvous.new_reports() if rendezvous else []:
-                self.lead.hear(report, arrived, from_afar=True)
-            for refused in rendezvous.new_refusals() if rendezvous else []:
-                self.lead.note_refused(refused)
-                self._record_refusal(refused)
-            if self.others:
-                self.others.check_lead()
-            self._orders = self.lead.decide(now)
-            self._record_faults(self.lead)
-            for refused in self.lead.refusals[self._recorded_refusals :]:
-                self._record_refusal(refused)
-                if rendezvous:
-                    rendezvous.refuse(refused)
-            self._recorded_refusals = len(self.lead.refusals)
-            self._say_what_is_missing(self.lead, now)
-            if rendezvous:
-                rendezvous.tell(self._orders)
-            return self._orders
-        if now - self._last_call >= CALL_SECONDS:
-            assert self.others is not None, "a host leads, or calls its leader"
-            orders = self.others.call(self._report())
+        """Return what the leader wants; None if it cannot be reached."""
+        if self.leader is not None:
+            return self._decide(self.leader)
+        if time.monotonic() - self._last_call >= CALL_SECONDS:
+            assert self.leadership is not None, "a host leads, or calls its leader"
+            orders = self.leadership.call(self._report())
             self._last_call, self._answered = time.monotonic(), orders is not None
             self._orders = orders or Orders()
         return self._orders if self._answered else None
 
+    def _decide(self, leader: Leader) -> Orders:
+        """As the leader, process all reports, decide, and pass the orders on to the other hosts."""
+        now = time.monotonic()
+        leader_server = self.leadership.leader_server if self.leadership else None
+        leader.receive_report(self._report(), now)  # the first report, so that rank 0 is on this host
+        for report, arrived in leader_server.new_reports() if leader_server else []:
+            leader.receive_report(report, arrived, from_afar=True)
+        for refused in leader_server.new_refusals() if leader_server else []:
+            leader.note_refused(refused)
+            self._record_refusal(refused)
+        if self.leadership:
+            self.leadership.check()
+        self._orders = leader.decide(now)
+        self._record_faults(leader)
+        for refused in leader.refusals[self._recorded_refusals :]:
+            self._record_refusal(refused)
+            if leader_server:
+                leader_server.refuse(refused)
+        self._recorded_refusals = len(leader.refusals)
+        self._say_what_is_missing(leader, now)
+        if leader_server:
+            leader_server.tell(self._orders)
+        return self._orders
+
     def _note(self, event: str, **details: Any) -> None:
-        """Only the leader keeps the run's records."""
-        if self.lead is not None:
+        """Write an event to the run's records, if this host leads."""
+        if self.leader is not None:
             self._record(event, **details)
 
-    def _record_faults(self, lead: Lead) -> None:
-        for fault in lead.faults[self._recorded_faults :]:
+    def _record_faults(self, leader: Leader) -> None:
+        for fault in leader.faults[self._recorded_faults :]:
             about = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "cause": fault.cause}
             self._note("fault", **about, generation=fault.generation)
-        self._recorded_faults = len(lead.faults)
+        self._recorded_faults = len(leader.faults)
 
     def _record_refusal(self, refused: Refusal) -> None:
         self._note("refused", host=refused.host, cause=refused.why)
         print(f"refused: {refused.why}", file=sys.stderr, flush=True)
 
-    def _say_what_is_missing(self, lead: Lead, now: float) -> None:
-        """Once, if it lasts: a run that waits should not look like one that hangs."""
-        if lead.lacks is None:
+    def _say_what_is_missing(self, leader: Leader, now: float) -> None:
+        """Print once what the run waits for, if it waits long, so that it does not look like a hang."""
+        if leader.missing is None:
             self._missing_since, self._said_missing = now, False
         elif now - self._missing_since > SAY_SECONDS and not self._said_missing:
             self._said_missing = True
-            print(lead.lacks, file=sys.stderr, flush=True)
+            print(leader.missing, file=sys.stderr, flush=True)
 
     def _on_leader_unreachable(self) -> None:
-        """Look for the leader, or become it. Workers that the leader takes for lost are of no use until it is
-        found again."""
-        assert self.others is not None, "a host leads, or calls its leader"
-        silence = self.others.silence()
+        """Try to reach the leader, or become it.
+
+        Workers that the leader takes for lost are of no use until it is reached again.
+        """
+        assert self.leadership is not None, "a host leads, or calls its leader"
+        silence = self.leadership.silence()
         if silence > LOST_SECONDS:
             for worker in self._at_work():
                 self._discard(worker)
@@ -409,86 +424,71 @@ class Host:
             self._said_missing = False
         elif not self._said_missing:
             self._said_missing = True
-            minutes = self.others.patience() / 60
-            print(
-                f"{self.others.trouble()}; waiting for up to {minutes:.0f} min", file=sys.stderr, flush=True
-            )
-        self.lead = self.others.take_over()
-        if self.lead is not None:
-            self.address = self.others.address
+            waiting = f"waiting for up to {self.leadership.patience() / 60:.0f} min"
+            print(f"{self.leadership.trouble()}; {waiting}", file=sys.stderr, flush=True)
+        self.leader = self.leadership.take_over()
+        if self.leader is not None:
+            self.address = self.leadership.address
             self._note("lead", host=self.name)
             print("the host that led this run is lost: this one leads it now", file=sys.stderr, flush=True)
             return
         if self._signals.received:
-            raise self._cut_short(self.others.trouble())
-        self.others.give_up_if_too_long()
+            raise self._cut_short(self.leadership.trouble())
+        self.leadership.give_up_if_too_long()
 
     def _has_left(self, orders: Orders) -> bool:
-        """Whether this host was asked to leave, and the run goes on without it."""
-        takes_part = orders.team is not None and any(
-            member.host == self.name for member in orders.team.members
-        )
-        return self._signals.status is not None and self.lead is None and not takes_part
+        """Return whether this host was asked to leave, and the run continues without it."""
+        members = orders.team.members if orders.team is not None else ()
+        takes_part = any(member.host == self.name for member in members)
+        return self._signals.status is not None and self.leader is None and not takes_part
 
     def _follow(self, orders: Orders) -> None:
+        """Follow the leader's orders: start workers, and put them into the team."""
         team = orders.team
-        if team is None:
-            return self._start_missing_workers()
-        if team.generation > self._generation:
-            self._generation, self._team_since = team.generation, time.monotonic()
-            self._faults, self._statuses, self._step = [], {}, 0
-            ranks = {member: rank for rank, member in enumerate(team.members)}
-            self._members = {
-                slot: ranks[Member(self.name, slot)]
-                for slot in self.slots
-                if Member(self.name, slot) in ranks
-            }
+        if team is not None and team.generation > self._generation:
+            self._begin_generation(team)
         self._start_missing_workers()
+        if team is None:
+            return
         late = time.monotonic() - self._team_since > PARTING_SECONDS
         for worker in self._processes.values():
-            if (
-                worker.state == "waiting"
-                and worker.generation < team.generation
-                and worker.slot in self._members
-            ):
+            if worker.state == "waiting":
+                self._direct_waiting(worker, team, orders)
+            elif worker.state == "working":
+                self._direct_working(worker, team, orders, late)
+
+    def _begin_generation(self, team: Team) -> None:
+        """Forget the former team, and find out which slots are members of this one."""
+        self._generation, self._team_since = team.generation, time.monotonic()
+        self._faults, self._statuses, self._step = [], {}, 0
+        ranks = {member.slot: rank for rank, member in enumerate(team.members) if member.host == self.name}
+        self._members = {slot: ranks[slot] for slot in self.slots if slot in ranks}
+
+    def _direct_waiting(self, worker: WorkerProcess, team: Team, orders: Orders) -> None:
+        """Put a worker that waits into the team, if it belongs there."""
+        if worker.slot in self._members:
+            if worker.generation < team.generation:
                 self._enlist(worker, team)
-            elif (
-                worker.state == "waiting"
-                and self.loose
-                and worker.slot not in self._members
-                and orders.wish == "work"
-            ):
-                self._enlist(worker, team)  # again, too: its connection may have been cut
-            elif (
-                worker.state == "working"
-                and worker.generation < team.generation
-                and late
-                and not worker.loose
-            ):
-                self._discard(worker)
-            elif (
-                worker.state == "working"
-                and orders.wish in ("regroup", "stop")
-                and worker.wished != orders.wish
-            ):
-                worker.wished = orders.wish
-                worker.send(messages.Regroup() if orders.wish == "regroup" else messages.Stop())
-        return None
+        elif self.loose and orders.wish == "work":
+            self._enlist(worker, team)  # perhaps for the second time, because its connection was lost
+
+    def _direct_working(self, worker: WorkerProcess, team: Team, orders: Orders, late: bool) -> None:
+        """Replace a worker that stays in an earlier team for too long, or pass on the leader's request."""
+        if worker.generation < team.generation and late and not worker.loose:
+            self._discard(worker)
+        elif orders.wish in ("regroup", "stop") and worker.wished != orders.wish:
+            worker.wished = orders.wish
+            worker.send(worker_messages.Regroup() if orders.wish == "regroup" else worker_messages.Stop())
 
     def _enlist(self, worker: WorkerProcess, team: Team) -> None:
-        worker.state, worker.generation, worker.loose = (
-            "working",
-            team.generation,
-            worker.slot not in self._members,
-        )
+        """Tell a worker to join the team."""
+        worker.state, worker.generation = "working", team.generation
+        worker.loose = worker.slot not in self._members
         worker.rank = len(team.members) + worker.slot if worker.loose else self._members[worker.slot]
         worker.phase, worker.changed, worker.wished = "build", time.monotonic(), None
         worker.seconds.clear()
-        local = (
-            [slot for slot in self.slots if slot not in self._members]
-            if worker.loose
-            else sorted(self._members)
-        )
+        leadership = [slot for slot in self.slots if slot not in self._members]
+        local = leadership if worker.loose else sorted(self._members)
         identity = Worker(
             rank=worker.rank,
             world=len(team.members),
@@ -500,15 +500,15 @@ class Host:
             generation=team.generation,
             store_name=team.store_name,
         )
-        worker.send(messages.JoinTeam(identity, team))
+        worker.send(worker_messages.JoinTeam(identity, team))
         write_members(self.logs, self.name, team.generation, self._at_work())
 
     def _end(self, orders: Orders) -> int:
-        """The run has ended, well or not."""
+        """End this host after the run has ended, well or not. Return the exit status."""
         self._tell_other_hosts(orders)
         if not orders.message:
             for worker in self._processes.values():
-                worker.send(messages.Leave())
+                worker.send(worker_messages.Leave())
             deadline = time.monotonic() + 10.0
             while time.monotonic() < deadline and any(
                 worker.process.is_alive() for worker in self._processes.values()
@@ -523,25 +523,28 @@ class Host:
         return cut_short(cause, self._newest_saved(), self._step > 0, self._signals.status or RESUME_ME)
 
     def _tell_other_hosts(self, orders: Orders) -> None:
-        """Answer until every host has called once more, or does not call any more."""
-        rendezvous = self.others.rendezvous if self.others else None
-        if rendezvous is None or self.lead is None:
+        """Answer with these orders until every host has called once more, or does not call any more."""
+        leader_server = self.leadership.leader_server if self.leadership else None
+        if leader_server is None or self.leader is None:
             return
-        rendezvous.tell(orders)
-        others = self.lead.hosts() - {self.name}
+        leader_server.tell(orders)
+        leadership = self.leader.hosts() - {self.name}
         deadline = time.monotonic() + LAST_CALL_SECONDS
-        while not rendezvous.all_know(others) and time.monotonic() < deadline:
+        while not leader_server.all_know(leadership) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)
 
     # Hangs and signals
 
     def _watch_for_hangs(self) -> None:
+        """Record hangs, and end the workers that cause them."""
         for worker in [worker for worker in self._at_work() if worker.loose and not worker.discarded]:
             if alone := find_hang([worker], self.recovery, other_hosts=False):
                 self._note_lost(worker, record_hang(alone, [worker], self.logs, self._generation))
                 self._discard(worker)
         working = self._working()
-        hang = None if self._present_faults() else find_hang(working, self.recovery, self.others is not None)
+        hang = (
+            None if self._present_faults() else find_hang(working, self.recovery, self.leadership is not None)
+        )
         if hang is None:
             return
         self._faults.append(record_hang(hang, working, self.logs, self._generation))
@@ -549,14 +552,17 @@ class Host:
             self._discard(worker)
 
     def _answer_signals(self) -> None:
-        """Pass a wish to stop on to the workers: all stop after the same step, and save. They have the time
-        that they need, which only the sender knows; workers that make no progress are a hang."""
+        """Pass a request to stop on to the workers, so that all stop after the same step and save.
+
+        They have as much time as they need: only the sender of the signal knows the limit. Workers that make
+        no progress are a hang.
+        """
         if not self._signals.received:
             return
         training = [worker for worker in self._at_work() if worker.phase not in ("build", "restore")]
         begun = training or self._statuses or self._orders.wish != "work"
-        waits = self.lead is not None and self.lead.lacks is not None and not self._at_work()
-        if self.lead is not None and (waits or not begun):  # nothing has been trained that is not saved
+        waits = self.leader is not None and self.leader.missing is not None and not self._at_work()
+        if self.leader is not None and (waits or not begun):  # all that was trained is saved
             raise Stopped(self._signals.status or RESUME_ME)
-        if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
-            self.lead.orders = replace(self._orders, wish="stop")
+        if self.leader is not None and self._orders.wish == "work" and self._orders.team is not None:
+            self.leader.orders = replace(self._orders, wish="stop")

@@ -1,13 +1,13 @@
-"""The first thing that the server imports: what holds for it, and for whoever is forked from it.
+"""The first module that the fork server imports. Its settings hold for the server and for all its workers.
 
-It collects no garbage, and its workers do. Importing torch makes hundreds of thousands of objects and hardly
-any garbage, and looking for it took a sixth of the server's time. In a worker what was imported counts as
-permanent: its collections look at what the worker made, and leave the pages that all workers share
-untouched.
+The server does not collect garbage; its workers do. Importing torch creates hundreds of thousands of objects
+and hardly any garbage, and the search for it took a sixth of the server's time. In a worker, imported objects
+count as permanent: its collections look only at what the worker created, and do not touch the memory pages
+that all workers share.
 
-It ends with the command that started it, and its workers with it, whatever ended the command and whatever
-they are doing: the kernel kills them (PR_SET_PDEATHSIG, Linux), also those that are stopped and would read
-the end of no pipe.
+The server and its workers end with the command that started them, however that ended and whatever they are
+doing: the kernel kills them (PR_SET_PDEATHSIG, Linux). That includes stopped processes, which would not
+notice a closed pipe.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import os
 from shardwise.resilience.stopping import signal_on_death_of_parent
 
 _forking: list[int] = []
-"""The process that forks now."""
+"""Id of the process that is forking now."""
 
 
 def _begin_worker() -> None:
     signal_on_death_of_parent()
-    if os.getppid() != _forking[0]:  # it died before that took hold
+    if os.getppid() != _forking[0]:  # the parent died before the line above took effect
         os._exit(1)
     gc.freeze()
     gc.enable()

@@ -1,14 +1,14 @@
-"""How a run is asked to stop, and the exit statuses that say it did.
+"""How a run is asked to stop, and the exit statuses that say that it did.
 
-Schedulers signal every process of a job, and often more than once: SIGTERM from Slurm and Kubernetes, SIGUSR1
-as an early warning (`sbatch --signal=USR1@60`), SIGHUP from a terminal that closes, SIGINT from Ctrl-C;
-torchrun and `timeout` pass on what their children got already. All of them ask for one thing: finish the
-step, save, and leave with a status that says so. One process answers for a run, its host: the server that
-workers are forked from holds these signals back (server.py), and workers tell their host of them
-(host_link.py). A worker that someone else started answers for itself, and all ranks stop together.
+Schedulers send signals to every process of a job, often more than once: SIGTERM from Slurm and Kubernetes,
+SIGUSR1 as an early warning (`sbatch --signal=USR1@60`), SIGHUP from a terminal that closes, SIGINT from
+Ctrl-C. torchrun and `timeout` forward signals that their children have already received. All of them ask for
+the same: finish the step, save, and exit with a status that says so. One process handles them for a run, its
+host: the fork server blocks these signals (fork_server.py), and workers report them to their host
+(worker_link.py). A worker of another launcher handles them itself, and all ranks stop together.
 
-What is started ends with whoever started it: the kernel signals a process when its parent dies
-(PR_SET_PDEATHSIG, Linux), which reaches also one that is stopped, and would see no pipe end.
+A process ends with the process that started it: the kernel sends it a signal when its parent dies
+(PR_SET_PDEATHSIG, Linux). That also reaches a stopped process, which would not notice a closed pipe.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from types import FrameType
 from shardwise.errors import RunFailed
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C: the state is saved, and the same command goes on from it."""
+"""Exit status after Ctrl-C: the state is saved, and the same command continues from it."""
 RESUME_ME = 75
-"""Exit status after the other signals (a scheduler wants the machine back): saved; start the same command
-again. EX_TEMPFAIL."""
+"""Exit status after the other signals: the state is saved; start the same command again (EX_TEMPFAIL)."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a run to stop."""
 SAME_REQUEST_SECONDS = 1.0
-"""A Ctrl-C within so long after the first signal is the same request, come another way."""
+"""Seconds after the first signal within which a Ctrl-C counts as the same request."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and has nothing to save, or nobody left who could."""
+    """The run was asked to stop, and there is nothing to save, or no worker left that could save."""
 
     def __init__(self, status: int, message: str = "stopped at once; what was saved is kept") -> None:
         super().__init__(message)
@@ -44,9 +44,10 @@ class Stopped(Exception):
 
 
 def cut_short(cause: str, saved: int | None, stepped: bool, status: int) -> Exception:
-    """How a run ends whose workers were lost while it was stopping. Where a checkpoint is whole, of step
-    `saved`, the same command goes on from it, which is what the status says; nothing is lost, either, where
-    no step was done.
+    """Return the exception that ends a run whose workers were lost while it was stopping.
+
+    If there is a complete checkpoint, of step `saved`, the same command continues from it, and the status
+    says so. The same holds if no step was done, because then nothing is lost.
     """
     if saved is None and stepped:
         return RunFailed(f"{cause}; no checkpoint is whole")
@@ -54,11 +55,11 @@ def cut_short(cause: str, saved: int | None, stepped: bool, status: int) -> Exce
 
 
 class CollectSignals:
-    """Collects the signals that ask a run to stop, while it lasts. Ctrl-C once more, a while later, ends the
-    process at once.
+    """Collects the signals that ask a run to stop, inside a `with` block.
 
-    After it they are ignored: the run is over, and a signal that comes late must change neither what is left
-    to tidy up nor the exit status. Under `nohup` SIGHUP stays ignored throughout.
+    A second Ctrl-C, some time after the first, ends the process at once. After the block the signals are
+    ignored: the run is over, and a late signal must change neither the cleaning up nor the exit status. Under
+    `nohup`, SIGHUP is always ignored.
     """
 
     def __init__(self) -> None:
@@ -73,12 +74,11 @@ class CollectSignals:
         handle_stop_signals(signal.SIG_IGN)
 
     def stop_without_parent(self) -> None:
-        """Take the death of the process that started this one, torchrun's agent say, for a request to
-        stop."""
+        """Treat the death of the parent process, such as torchrun's agent, as a request to stop."""
         parent = os.getppid()
 
         def note_if_gone(*_: object) -> None:
-            if os.getppid() != parent:  # else only the thread that started this process is gone
+            if os.getppid() != parent:  # otherwise only the thread that started this process has ended
                 self.note(signal.SIGTERM)
 
         if sys.platform == "linux":
@@ -86,14 +86,14 @@ class CollectSignals:
             signal_on_death_of_parent(signal.SIGRTMIN)
 
     def note(self, number: int) -> None:
-        """This signal came, here or to a worker."""
+        """Record a signal that came to this process or to a worker."""
         if not self.received:
             self._since = time.monotonic()
         self.received.append(number)
 
     @property
     def status(self) -> int | None:
-        """What the run is to end with; None: it was not asked to stop."""
+        """Exit status of the run; None if it was not asked to stop."""
         if not self.received:
             return None
         return INTERRUPTED if signal.SIGINT in self.received else RESUME_ME
@@ -105,7 +105,7 @@ class CollectSignals:
 
 
 def handle_stop_signals(handler: signal.Handlers | Callable[[int, FrameType | None], None]) -> None:
-    """From now on each of the signals has this handler, but for a SIGHUP that `nohup` has switched off."""
+    """Set the handler of all these signals, except of a SIGHUP that `nohup` ignores."""
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
@@ -113,18 +113,18 @@ def handle_stop_signals(handler: signal.Handlers | Callable[[int, FrameType | No
 
 @contextmanager
 def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
-    """Leave at once, with the status that says so, when a signal comes before the command itself answers for
-    signals: it has started nothing and has nothing to save. `for_this_command`: whether the command is one
-    that ends with these statuses.
+    """Exit at once if a signal comes inside the `with` block, before the command itself handles signals.
+
+    The command has started nothing and has nothing to save then. `for_this_command` says whether the command
+    is one that ends with these statuses.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
         os.write(2, b"stopped at once; what was saved is kept\n")
         os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
-    may_set = (
-        for_this_command and threading.current_thread() is threading.main_thread()
-    )  # others may not set signals
+    # Only the main thread may set signal handlers.
+    may_set = for_this_command and threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if may_set else {}
     if before:
         handle_stop_signals(leave)
@@ -137,9 +137,10 @@ def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
 
 
 def stop_signals_as_bytes() -> int:
-    """Have the signals written to a pipe, a byte each, by the kernel's handler itself: a thread that reads
-    there hears of them even while the main one is stuck. Those that were held back since this process was
-    forked come now. The pipe's reading end.
+    """Let the signals be written to a pipe, one byte each, and return the reading end.
+
+    The signal handler in C writes them, so a thread that reads the pipe learns of them even if the main
+    thread is stuck. Signals that were blocked since this process was forked come now.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -150,10 +151,9 @@ def stop_signals_as_bytes() -> int:
 
 
 def signal_on_death_of_parent(number: int = signal.SIGKILL) -> None:
-    """From now on this process gets that signal when the thread that forked it ends; on Linux, and elsewhere
-    none."""
+    """Let this process receive a signal when the thread that forked it ends; on Linux only."""
     if sys.platform == "linux":
-        # not at the top: commands answer for signals before they import anything that takes time
+        # Imported here, because commands handle signals before they import anything slow.
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,23 +1,23 @@
-"""Who is slow, and why: each rank's own work, watched step by step.
+"""Find out who is slow, and why, from each rank's own work in every step.
 
-In synchronous training everybody waits for the slowest, so all ranks' steps take the same time and the step
-time tells nothing about who causes it. What tells is the time a rank spends on its own work: computing and
-reading data, without its waits for others. Every rank's two numbers travel with the loss, in a sum that
-happens anyway: this costs 16 bytes a rank and no message.
+In synchronous training all ranks wait for the slowest, so the steps of all ranks take the same time, and the
+step time does not show who causes it. The time that a rank spends on its own work does: computing and reading
+data, without waiting for others. Two numbers per rank are sent together with the loss, in a sum that happens
+anyway. This costs 16 bytes per rank and no message.
 
-A rank is compared with the median of the others that do the same work: those of its pipeline stage. Where it
-has no such peers, it is compared with its own past, and what all ranks have in common (a machine that became
-slower as a whole) is divided out. A slow step is nothing: pages are swapped, a disk hiccups. A rank is named
-when it exceeded the threshold in 10 of the last 12 steps, and is let off when it did in at most 2.
-Independent noise that exceeds the threshold in one step of a hundred would name an innocent once in some
-10^18 steps.
+A rank is compared with the median of the others that do the same work: those of its pipeline stage. If it has
+no such peers, it is compared with its own past, and what all ranks have in common (a machine that became
+slower as a whole) is divided out. A single slow step means nothing: memory is swapped, a disk is busy. A rank
+is reported as slow when it exceeded the threshold in 10 of the last 12 steps, and no longer when it did so in
+at most 2. Independent noise that exceeds the threshold in one step of a hundred would report a rank wrongly
+once in about 10^18 steps.
 
-The cause is what takes the rank longer than the others: computing (a hot or throttled device, a neighbour on
-the same cores) or reading data. If no rank works longer and steps take longer all the same, the time goes
-between the ranks: network, and nobody is named.
+The cause is what takes the rank longer than the others: computing (a hot or throttled device, another program
+on the same cores) or reading data. If no rank works longer and steps still take longer, the time is lost
+between the ranks: the cause is the network, and no rank is reported.
 
-Where waits cannot be told from computation (FSDP2 on GPUs), compute times come as zero. Then only slow
-reading can be found.
+If waiting cannot be separated from computing (FSDP2 on GPUs), compute times are zero. Then only slow reading
+can be found.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ Cause = Literal["compute", "data", "network"]
 Floats = NDArray[np.float64]
 
 WINDOW = 12
-ENOUGH = 10
-"""Slow steps of a window after which a rank is named."""
-FEW = 2
-"""Slow steps of a window at which it is let off."""
+"""Number of last steps that are looked at."""
+MIN_SLOW_STEPS = 10
+"""Number of slow steps in a window from which on a rank is reported as slow."""
+MAX_SLOW_STEPS = 2
+"""Number of slow steps in a window down to which a rank is no longer slow."""
 WARM_UP = 3
-"""Steps at the start that say nothing about how long a step takes: they compile, allocate and warm up."""
+"""Number of first steps that are ignored, because they compile, allocate and warm up."""
 PAST = 64
-"""Steps that make up the past."""
+"""Number of steps that make up the past."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow for a while, or (rank None) the time between ranks that has grown."""
+    """A rank that is slow for a while, or (rank None) time between ranks that has grown."""
 
     rank: int | None
     factor: float
-    """How many times as long as it should."""
+    """How many times as long the work takes as it should."""
     cause: Cause
     since_step: int
 
@@ -64,18 +65,18 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StragglerChange:
-    """What a step changed in who is slow: stragglers named with it, and those that are let off."""
+    """Ranks that are slow since this step, and ranks that are no longer slow."""
 
     named: tuple[Straggler, ...] = ()
     gone: tuple[Straggler, ...] = ()
     latest: int | None = None
-    """Who was the latest in this step, slow or not; not said of the first steps."""
+    """Rank that was latest in this step, slow or not; None for the first steps."""
     behind: float = 0.0
-    """How many seconds longer that rank worked than it should have: what the others waited for it."""
+    """Seconds by which that rank worked longer than it should have, and the others waited for it."""
 
 
-class Watch:
-    """Remembers a window of steps and says when somebody begins or ceases to be slow."""
+class StragglerWatch:
+    """Looks at the last steps and says when a rank begins or ceases to be slow."""
 
     def __init__(
         self,
@@ -83,31 +84,35 @@ class Watch:
         threshold: float,
         groups: Sequence[Sequence[int]] | None = None,
         window: int = WINDOW,
-        enough: int = ENOUGH,
+        min_slow_steps: int = MIN_SLOW_STEPS,
     ) -> None:
-        assert threshold > 1, "everybody would be slow"
-        self._threshold, self._enough = threshold, enough
+        assert threshold > 1, "otherwise all ranks would be slow"
+        self._threshold, self._min_slow_steps = threshold, min_slow_steps
         self._groups = [np.asarray(group) for group in (groups or [range(world)])]
         assert sorted(rank for group in self._groups for rank in group) == list(range(world)), (
             "every rank is in one group"
         )
         self._alone = np.asarray([group[0] for group in self._groups if len(group) == 1], dtype=np.int64)
         self._numbers: deque[int] = deque(maxlen=window)
-        self._ratios: deque[Floats] = deque(maxlen=window)  # of ranks, and last of the step as a whole
-        self._excesses: deque[Floats] = deque(maxlen=window)  # (ranks, compute and data)
+        self._ratios: deque[Floats] = deque(maxlen=window)
+        """For each step, the ratios of all ranks, and last the ratio of the step as a whole."""
+        self._excesses: deque[Floats] = deque(maxlen=window)
+        """For each step, seconds beyond the expected ones: (ranks, compute and data)."""
         self._past_alone = _Past()
         self._past_step = _Past()
         self._named: dict[int, Straggler] = {}
         self._world, self._seen = world, 0
 
     def step(self, number: int, times: Sequence[tuple[float, float]], seconds: float) -> StragglerChange:
-        """Step `number` took `seconds`, and each rank (compute, data) seconds of its own."""
+        """Record that step `number` took `seconds`, and each rank (compute, data) seconds for its own
+        work.
+        """
         self._seen += 1
         if self._seen <= WARM_UP:
             return StragglerChange()
         work = np.array(times, dtype=np.float64)
         compute_is_known = bool(work[:, 0].any())
-        if not compute_is_known:  # all but reading is taken to be the same for everybody
+        if not compute_is_known:  # everything but reading is assumed to be the same for all ranks
             work[:, 0] = max(0.0, seconds - work[:, 1].max())
         expected = self._expected(work)
         ratios = work.sum(1) / np.maximum(expected.sum(1), 1e-9)
@@ -120,19 +125,18 @@ class Watch:
         return StragglerChange(named, gone, int(late.argmax()), max(0.0, float(late.max())))
 
     def _expected(self, work: Floats) -> Floats:
-        """What each rank's work should have taken: (ranks, compute and data)."""
+        """Return how long each rank's work should have taken: (ranks, compute and data)."""
         expected = work.copy()
         for group in self._groups:
             if len(group) > 1:
-                expected[group] = np.stack(
-                    [_median_of_others(work[group, column]) for column in (0, 1)], axis=1
-                )
+                medians = [_median_of_others(work[group, column]) for column in (0, 1)]
+                expected[group] = np.stack(medians, axis=1)
         if len(self._alone):
             expected[self._alone] = self._expected_alone(work[self._alone])
         return expected
 
     def _expected_alone(self, work: Floats) -> Floats:
-        """As long as usual, or longer by what the others need longer."""
+        """Return, for ranks without peers, the usual time, extended by what other ranks need longer."""
         usual = self._past_alone.median()
         if usual is None:
             self._past_alone.add(work)
@@ -141,12 +145,13 @@ class Watch:
         growth = np.maximum(1.0, _median_of_others(ratios)) if len(work) > 1 else np.ones(1)
         expected: Floats = usual * growth[:, None]
         slow = (ratios > self._threshold)[:, None]
-        self._past_alone.add(np.where(slow, usual, work))  # a slow time must not become the usual
+        self._past_alone.add(np.where(slow, usual, work))  # a slow time must not become the usual one
         return expected
 
     def _between(self, slowest: float, seconds: float) -> float:
-        """How many times as long as usual the step took, if most of the growth is not the slowest rank's own
-        work; else 0."""
+        """Return how many times as long as usual the step took; 0 if the slowest rank's own work explains the
+        growth.
+        """
         usual = self._past_step.median()
         if usual is None or seconds <= self._threshold * usual[0]:
             self._past_step.add(np.array([seconds, slowest]))
@@ -159,11 +164,10 @@ class Watch:
         ratios = np.stack(self._ratios)
         slow = ratios > self._threshold
         counts = slow.sum(0)
-        slow_indices = [
-            index for index in np.flatnonzero(counts >= self._enough).tolist() if index not in self._named
-        ]
-        named = [self._name(index, slow[:, index], ratios[:, index]) for index in slow_indices]
-        gone = [straggler for index, straggler in self._named.items() if counts[index] <= FEW]
+        slow_often = np.flatnonzero(counts >= self._min_slow_steps).tolist()
+        new = [index for index in slow_often if index not in self._named]
+        named = [self._name(index, slow[:, index], ratios[:, index]) for index in new]
+        gone = [straggler for index, straggler in self._named.items() if counts[index] <= MAX_SLOW_STEPS]
         for straggler in gone:
             del self._named[self._index(straggler)]
         self._named |= {self._index(straggler): straggler for straggler in named}
@@ -181,7 +185,7 @@ class Watch:
 
 
 class _Past:
-    """What was usual: the median of a stretch of steps."""
+    """The usual values: the median over the last steps."""
 
     def __init__(self) -> None:
         self._steps: deque[Floats] = deque(maxlen=PAST)
@@ -190,7 +194,7 @@ class _Past:
         self._steps.append(values)
 
     def median(self) -> Floats | None:
-        """Of each value; None before there are enough steps to tell."""
+        """Return the median of each value; None before there are enough steps."""
         if len(self._steps) < WINDOW:
             return None
         middle: Floats = np.median(np.stack(self._steps), axis=0)
@@ -198,7 +202,7 @@ class _Past:
 
 
 def _median_of_others(values: Floats) -> Floats:
-    """For each value, the median of all but it."""
+    """Return, for each value, the median of all other values."""
     order = np.argsort(values, kind="stable")
     ranked, others = values[order], len(values) - 1
     positions = np.arange(len(values))

@@ -17,10 +17,10 @@ from shardwise.config.layout_rules import TENSOR, JobTables, broken_rules
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
+from shardwise.plurals import counted
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
 from shardwise.units import GIB
-from shardwise.words import counted
 
 TRIED = 64
 """How many other numbers of devices are tried if no layout is possible on the requested one."""

@@ -26,7 +26,7 @@ from shardwise.cost.space import Array, Bools, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
-from shardwise.plan.dtypes import reduce_dtype, state_dtype
+from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.float8 import gathered_in_float8, scale_count, shares, unknown_patterns
 from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import Programme, programme
@@ -93,7 +93,8 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
     train = config.train
     if problems := list(unknown_patterns(config.model, train)):
         raise ConfigError("the job", problems)
-    widths = (train.precision, state_dtype(train), reduce_dtype(train))
+    dtypes = Dtypes.of(train)
+    widths = (train.precision, dtypes.states, dtypes.sums)
     size = config.data.sequence_length, train.global_batch
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
     scales, cast = scale_count(config.model, train), gathered_in_float8(config.model, train)

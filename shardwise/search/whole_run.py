@@ -18,13 +18,13 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.observe.format import format_count
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
+from shardwise.plurals import counted
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
 from shardwise.search.reasons import describe_layout, nothing_fits
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
 from shardwise.search.search import SearchResult, search
 from shardwise.search.slow_links import alternatives, proposed
-from shardwise.words import counted
 
 STORAGE = 20e9
 """Bytes/s of the storage that all nodes write to together, where nothing better is known: a parallel file

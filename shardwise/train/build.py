@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import compute_deterministically
-from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
+from shardwise.checkpoint import Manifest, read_manifest
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.kept import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
@@ -33,7 +33,7 @@ from shardwise.checkpoint.save import (
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.config.pretrained import TOKENIZER
-from shardwise.data import Dataset, settled
+from shardwise.data import Dataset, with_data_settings
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import find_template
 from shardwise.drivers.driver import RankDriver
@@ -43,8 +43,10 @@ from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
-from shardwise.plan import Plan
-from shardwise.resilience.copies import Copies
+from shardwise.plan import ModelSpec, Plan
+from shardwise.resilience.memory_snapshots import MemorySnapshots
+from shardwise.train.check_module import check_module
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.shares import Shares
 
 log = logging.getLogger("shardwise")
@@ -88,26 +90,29 @@ def build(
     """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
-    config = settled(config, dataset)
-    driver = driver_of(config)
+    config = with_data_settings(config, dataset)
+    asked = ModelSpec.of(config), config.optimizer, config.train.compile
+    assert (plan.model, plan.optimizer, plan.compile) == asked, "the plan was made for another job"
+    driver, train = driver_of(config), config.train
     mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
-    if config.train.deterministic and mesh.device.type == "cuda":
+    if train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
-    if config.train.precision == "float8" and mesh.device.type == "cuda":
+    if plan.model.float8 is not None and mesh.device.type == "cuda":
         check_float8(mesh.device)
-    torch.manual_seed(
-        config.train.seed
-    )  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
+    # What a module draws is seeded apart (models/unfilled.py, parallel/seeds.py).
+    torch.manual_seed(train.seed)
     comm = Comm(mesh)
-    parallel = parallelise(config, plan, comm)
+    # On a model of its own, because it calls forward, which may leave something in a user's module.
+    check_module(config, plan.layout)
+    parallel = parallelise(plan, comm)
     optimizer = make_optimizer(
-        parallel.named_parameters(), config.optimizer, config.train.seed, parallel.embeddings, held
+        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, held
     )
     for part in parallel.parts:
         for compressor in part.compressors:
             optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
-    talks = config.train.check_every > 0 or driver.talks_while_saving
+    talks = train.check_every > 0 or driver.talks_while_saving
     peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
     training = Training(
         config=config,
@@ -119,8 +124,8 @@ def build(
         dataset=dataset,
         checkpointer=checkpointer,
         peers=peers,
-        scale=LossScale.of(config.train),
-        shares=Shares.even(config.train.global_batch, driver.parts_of_batch(plan)),
+        scale=LossScale.first(train.precision, train.initial_scale, train.scale_every),
+        shares=Shares.even(train.global_batch, driver.parts_of_batch(plan)),
     )
     training.rank_driver = driver.on_rank(training)
     if draw:
@@ -229,7 +234,7 @@ def save(training: Training, wait: bool = True) -> str:
     return address
 
 
-def keep_copy(training: Training, copies: Copies) -> None:
+def keep_copy(training: Training, copies: MemorySnapshots) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
     if not copies.due(training.mesh, training.step):
         return
@@ -243,7 +248,7 @@ def keep_copy(training: Training, copies: Copies) -> None:
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
-def recall(training: Training, copies: Copies) -> bool:
+def recall(training: Training, copies: MemorySnapshots) -> bool:
     """Continue from the copies in the workers' memories, if they have all of a step that is not older than
     what is saved."""
     if not copies.every:
@@ -251,7 +256,7 @@ def recall(training: Training, copies: Copies) -> bool:
     state = _state_and_random(training)
     copies.join(training.mesh, state)
     step = copies.newest(training.mesh)
-    if step is None or step < training.checkpointer.newest_step(training.config):
+    if step is None or step < training.checkpointer.newest_step(checkpoint_folder(training.config)):
         return False
     extras = copies.restore(training.mesh, step, state)
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from shardwise.checkpoint import Manifest
 from shardwise.config import Config, Train
-from shardwise.optim import learning_rate, turns
+from shardwise.plan.learning_rate import learning_rate, turns
 
 MOST_COMPARED = 10_000
 """Steps, or up to twice as many: rank 0 compares them while the others wait for the first step."""

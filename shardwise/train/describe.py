@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import Checkpoint, Config, Model, Train, context_attention
-from shardwise.config.compression import SumCompression
+from shardwise.config import Checkpoint, Model, context_attention
 from shardwise.config.layout_rules import ring_lacks
 from shardwise.config.no_effect import idle_settings
 from shardwise.cost.device_peaks import peak_flops
@@ -14,18 +13,16 @@ from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
-from shardwise.parallel.apply import why_blocks_are_not_compiled
-from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
-from shardwise.plan.float8 import idle_float8, in_float8, unfit
+from shardwise.plan import COPIES, ModelSpec, simulate
+from shardwise.plan.float8 import idle_float8
 from shardwise.plan.grid import describe_degrees
+from shardwise.plurals import counted
 from shardwise.train.build import Training
-from shardwise.words import counted
 
 
 def describe_run(training: Training) -> dict[str, str]:
     """The lines of the header that a run prints, by name."""
     config, plan, device = training.config, training.plan, training.mesh.device
-    train = config.train
     data = training.dataset.describe()
     return {
         "model": f"{_named(config.model)}, {plan.parameters:,} parameters"
@@ -34,8 +31,9 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{counted(data.held_out, 'sequence')} held out"
         + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
-        "precision": f"{_computed(config)} computation{_emulated(config, device)}, "
-        f"{_stored(train)} weights and optimizer state, gradients summed in {_summed(training)}",
+        "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}, "
+        f"{_stored(plan.model)} weights and optimizer state, gradients summed in "
+        f"{plan.model.dtypes.summed_by(plan.engine)}",
         **_pipeline(training),
         "attention": _attention(training),
         "compile": _compiled(training),
@@ -51,31 +49,28 @@ def describe_run(training: Training) -> dict[str, str]:
 
 def _compiled(training: Training) -> str:
     """What is compiled, or why nothing is."""
-    why_not = why_blocks_are_not_compiled(training.config, training.plan.layout, training.mesh.device)
+    why_not = training.plan.why_not_compiled(training.mesh.device.type)
     if why_not is None and not training.parallel.table.blocks:
         why_not = "no sharding table names the blocks"
     return f"off ({why_not})" if why_not else "each block"
 
 
-def _computed(config: Config) -> str:
-    train = config.train
-    if train.precision != "float8" or not in_float8(config.model, train):
-        return compute_dtype(train)
-    left = unfit(config.model, train)
+def _computed(model: ModelSpec) -> str:
+    if model.float8 is None or not model.float8.products:
+        return model.dtypes.compute
+    left = model.float8.unfit
     some = (
         f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)"
         if left
         else ""
     )
-    return f"float8 products ({train.float8_scaling} scales{some}) in bfloat16"
+    return f"float8 products ({model.float8.scaling} scales{some}) in bfloat16"
 
 
-def _emulated(config: Config, device: torch.device) -> str:
+def _emulated(model: ModelSpec, device: torch.device) -> str:
     """That products are made in another dtype than the one asked for. A user's module makes its own
     products."""
-    if config.model.module is not None or not multiplies_in_float32(
-        DTYPES[compute_dtype(config.train)], device.type
-    ):
+    if model.is_own_module or not multiplies_in_float32(DTYPES[model.dtypes.compute], device.type):
         return ""
     return " (products in float32, rounded: this processor has none in bfloat16)"
 
@@ -83,7 +78,7 @@ def _emulated(config: Config, device: torch.device) -> str:
 def _optimizer(training: Training) -> str:
     """The optimizer, when groups make an outer step, and what clipping acts on where momenta are summed."""
     config = training.config
-    line = config.optimizer.describe(rounds=state_dtype(config.train) == "bfloat16")
+    line = config.optimizer.describe(rounds=training.plan.model.dtypes.states == "bfloat16")
     name = driver_of(config).describe_optimizer(config, line)
     if config.optimizer.summed_momentum is None:
         return name
@@ -146,16 +141,9 @@ def _minutes(minutes: float) -> str:
     return "minute" if minutes == 1 else f"{minutes:g} minutes"
 
 
-def _stored(train: Train) -> str:
-    dtype = state_dtype(train)
+def _stored(model: ModelSpec) -> str:
+    dtype = model.dtypes.states
     return f"{dtype} (8 bits, rounded by chance)" if dtype == "bfloat16" else dtype
-
-
-def _summed(training: Training) -> str:
-    """The dtype in which gradients are summed: FSDP2's reduce dtype, elsewhere that of the weights."""
-    config = training.config
-    sharded = engine_of(training.plan.layout, config.model.experts).sharded
-    return reduce_dtype(config.train) if sharded else state_dtype(config.train)
 
 
 def _attention(training: Training) -> str:
@@ -163,7 +151,7 @@ def _attention(training: Training) -> str:
     if config.model.module is not None:
         return "the module's own"
     dtype, length, documents = (
-        DTYPES[compute_dtype(config.train)],
+        DTYPES[training.plan.model.dtypes.compute],
         config.data.sequence_length,
         config.data.reset_attention,
     )
@@ -229,7 +217,7 @@ def _without_effect(training: Training) -> dict[str, str]:
 
 def _warning(training: Training) -> dict[str, str]:
     """Settings that work, and are known to train worse than others."""
-    sums = SumCompression.of(training.plan.layout)
+    sums = training.plan.gradient_sums
     if sums is None or training.mesh.size(COPIES) == 1:
         return {}
     warning = training.config.optimizer.warning(sums.codec.name, sums.feedback)

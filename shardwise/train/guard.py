@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RunFailed
-from shardwise.optim import learning_rate, local
+from shardwise.optim import local
 from shardwise.parallel.placement import held
+from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 
 CHUNK = 1 << 24

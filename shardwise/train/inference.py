@@ -39,7 +39,8 @@ from shardwise.mesh import local_gpus
 from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
-from shardwise.words import counted
+from shardwise.plan import ModelSpec
+from shardwise.plurals import counted
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8
@@ -179,7 +180,7 @@ def _ready(
     """The model with its weights, as what gives logits."""
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
-    module = build_plain(Config(model=model, train=Train(**train)))
+    module = build_plain(ModelSpec.of(Config(model=model, train=Train(**train))))
     allocate(module, device)
     _assign(name, module, read())
     module.eval()

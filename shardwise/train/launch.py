@@ -30,22 +30,23 @@ from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
 from shardwise import __version__
-from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
+from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.drivers.registry import driver_of
-from shardwise.files import only_regular
+from shardwise.files import regular_file_opener
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
-from shardwise.resilience.first_node import FirstNodeFile
+from shardwise.resilience.first_node_file import FirstNodeFile
+from shardwise.resilience.fork_server import start_server
 from shardwise.resilience.host import Host
-from shardwise.resilience.meeting import MeetingFile
-from shardwise.resilience.newcomer import Newcomer
-from shardwise.resilience.other_hosts import Hold, OtherHosts
-from shardwise.resilience.server import start_server
-from shardwise.resilience.store import FindPort, open_store
-from shardwise.resilience.team import Bounds, Lead
+from shardwise.resilience.host_description import HostDescription
+from shardwise.resilience.leader_file import LeaderFile
+from shardwise.resilience.leadership import Hold, Leadership
+from shardwise.resilience.team import Bounds, Leader
+from shardwise.resilience.team_store import FindPort, open_store
 from shardwise.train.planner import Planner
+from shardwise.train.resume import checkpoint_folder
 
 log = logging.getLogger("shardwise")
 
@@ -79,20 +80,24 @@ def launch(
     start_server(WORKERS_IMPORT)
     name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
 
-    def make_lead(port: FindPort) -> Lead:
-        return Lead(bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, port)
+    def make_leader(port: FindPort) -> Leader:
+        return Leader(
+            bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, port
+        )
 
     if node is None or first is None:
         with hold(), open_store(LOOPBACK) as port:
-            return _host(name, config, workers, make_lead(port), None)
-    meeting = MeetingFile(Path(config.run.folder), name, node.run_id, node.secret, first)
-    own = Newcomer(name, __version__, version("torch"), workers, _settings(config), data)
+            return _host(name, config, workers, make_leader(port), None)
+    leader_file = LeaderFile(Path(config.run.folder), name, node.run_id, node.secret, first)
+    description = HostDescription(name, __version__, version("torch"), workers, _settings(config), data)
     first_node = first_node or FirstNodeFile(Path(config.run.folder), node.run_id)
-    with closing(OtherHosts(own, first, meeting, first_node, hold, make_lead)) as others:
-        return _host(name, config, workers, others.begin() if node.node_rank == 0 else None, others)
+    with closing(Leadership(description, first, leader_file, first_node, hold, make_leader)) as leadership:
+        return _host(name, config, workers, leadership.begin() if node.node_rank == 0 else None, leadership)
 
 
-def _host(name: str, config: Config, workers: int, lead: Lead | None, others: OtherHosts | None) -> int:
+def _host(
+    name: str, config: Config, workers: int, leader: Leader | None, leadership: Leadership | None
+) -> int:
     """Keep this machine's workers until the run ends."""
     events = EventsFile(Path(config.run.folder) / "events.jsonl", _warn)
     host = Host(
@@ -101,10 +106,10 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
         start=partial(serve, config, worker_environment(workers)),
         recovery=config.recovery,
         logs=Path(config.run.folder) / "logs",
-        lead=lead,
+        leader=leader,
         record=events.write,
         newest_saved=partial(newest_saved, config),
-        others=others,
+        leadership=leadership,
         loose=driver_of(config).has_loose_workers,
     )
     with closing(events), unblocked_output():
@@ -140,7 +145,7 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
     """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective
     forever."""
     from shardwise._torch import lock_progress_bars_among_threads
-    from shardwise.resilience.host_link import HostLink
+    from shardwise.resilience.worker_link import HostLink
     from shardwise.train.run import last_collective, run
 
     os.environ.update(environment)
@@ -193,7 +198,7 @@ class BoundedLog(logging.FileHandler):
                 self.file.truncate(0)
 
     def _open(self) -> TextIOWrapper:
-        opener = None if self.baseFilename == os.devnull else only_regular
+        opener = None if self.baseFilename == os.devnull else regular_file_opener
         return cast(TextIOWrapper, open(self.baseFilename, self.mode, encoding=self.encoding, opener=opener))
 
     @property

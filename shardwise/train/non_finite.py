@@ -36,7 +36,7 @@ def overflowed(training: Training, numbers: Numbers) -> bool:
 def _stop(training: Training, loss: float, hidden: list[int]) -> NoReturn:
     """Say where the first non-finite number is, over all ranks, and end the run with the weights as they
     were."""
-    names = [name for name, _ in build_plain(training.config).named_parameters()]
+    names = [name for name, _ in build_plain(training.plan.model).named_parameters()]
     mine = first_non_finite(training.parallel.named_parameters())
     index = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)
     for axis in RANK_AXES:

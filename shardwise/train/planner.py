@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.config import Config
-from shardwise.config.dtypes import BYTES
 from shardwise.config.parameters import OwnParameters
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
@@ -26,7 +25,7 @@ from shardwise.cost.clusters import asked_for
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.plan import Asked, Plan, choose, engine_of, fit, state_dtype
+from shardwise.plan import Asked, Plan, choose, fit
 from shardwise.search.forecast import forecast, is_open, plan_job
 
 
@@ -112,11 +111,11 @@ class Planner:
         """For the link of the cluster that the job names. What was measured on this machine in passing is not
         gone by: sums in other buckets have other last bits, and a run must not depend on how busy the machine
         was then."""
-        engine = engine_of(plan.layout, self.config.model.experts)
+        engine = plan.engine
         named = self.config.cluster.file is not None or self.config.cluster.preset is not None
         if self.cluster is None or not named or engine.sharded or engine.single:
             return None
-        gradients = BYTES[state_dtype(self.config.train)] * (plan.parameters - plan.frozen)
+        gradients = plan.state_width * (plan.parameters - plan.frozen)
         compressed = plan.layout.compression is not None
         return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients, compressed)
 
@@ -133,11 +132,11 @@ def planner_of_worker(config: Config, worker: Worker) -> Planner:
     """For a worker that another launcher started. Nothing is searched for: near ties could come out otherwise
     on another CPU."""
     from shardwise.mesh import device_memory
-    from shardwise.parallel import count_parameters
+    from shardwise.train.check_module import count_parameters
 
     cluster = None
     with suppress(UserError):  # only a prediction is lost
-        cluster = asked_for(config)
+        cluster = asked_for(config.cluster)
     return Planner(
         config,
         worker.world,

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.comm import EXPOSED
 from shardwise.drivers.registry import driver_of
 from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
-from shardwise.resilience.stragglers import StragglerChange, Watch
+from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
 from shardwise.train.float8_look import by_layer
 from shardwise.train.sources import Drawn, Updates
@@ -187,7 +187,7 @@ class StepRecorder:
         return replace(done, stragglers=changed)
 
 
-def _watch_over(training: Training) -> Watch | None:
+def _watch_over(training: Training) -> StragglerWatch | None:
     """Return what looks for slow ranks, on the main rank. Ranks of one pipeline stage do the same work;
     stages are outermost on the grid."""
     world, stages = training.mesh.worker.world, training.plan.layout.pipeline
@@ -195,4 +195,4 @@ def _watch_over(training: Training) -> Watch | None:
         return None
     size = world // stages
     groups = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
-    return Watch(world, training.config.recovery.straggler, groups)
+    return StragglerWatch(world, training.config.recovery.straggler, groups)

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import checkpoint_folder, read_manifest, set_aside
+from shardwise.checkpoint import read_manifest, set_aside
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_folder
 from shardwise.comm import EXPOSED
+from shardwise.command_name import command_name
 from shardwise.config import to_toml
 from shardwise.data import unigram_loss
-from shardwise.invoked import typed
 from shardwise.mesh import device_name
 from shardwise.observe import (
     TrainingProgress,
@@ -29,12 +29,13 @@ from shardwise.observe import (
     present_time,
     write_text,
 )
+from shardwise.plurals import counted
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training
 from shardwise.train.changes import changes
 from shardwise.train.describe import describe_layout, describe_run, peak_of_device
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.steps import Step
-from shardwise.words import counted
 
 log = logging.getLogger("shardwise")
 
@@ -317,7 +318,7 @@ class RunReporter(Reporter):
             self.console.rule("a sample")
             self.console.print(text, markup=False, highlight=False)
             self.console.rule()
-        self.console.print(f"next: {typed()} report {self.folder}", markup=False, highlight=False)
+        self.console.print(f"next: {command_name()} report {self.folder}", markup=False, highlight=False)
 
     def _compare_with_unigram(self, held_out: float) -> None:
         if self.training.parallel.counts_items:

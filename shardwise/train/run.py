@@ -22,16 +22,17 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.checkpoint.folder import resume_candidates
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
-from shardwise.data import Dataset, check_vocabulary, settled
-from shardwise.data.check import unnamed_tokenizer
+from shardwise.data import Dataset, check_vocabulary, with_data_settings
+from shardwise.data.check_data import unnamed_tokenizer
 from shardwise.drivers.driver import LooseWorker
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
-from shardwise.resilience.copies import Copies
-from shardwise.resilience.host_link import NoHost
+from shardwise.plurals import counted
+from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.resilience.team import Team
+from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import (
     Training,
     build,
@@ -47,9 +48,9 @@ from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
+from shardwise.train.resume import resume_of
 from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
-from shardwise.words import counted
 
 log = logging.getLogger("shardwise")
 
@@ -64,7 +65,7 @@ def last_collective() -> str:
     return _present[0].last if _present else "none yet"
 
 
-def run(config: Config, link: NoHost) -> int:
+def run(config: Config, link: WorkerLink) -> int:
     """Train, in one team of workers after another, to the end or until asked to stop; returns the exit
     status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
@@ -74,10 +75,10 @@ def run(config: Config, link: NoHost) -> int:
         raise UserError(problem)
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    config = settled(
+    config = with_data_settings(
         config, dataset
     )  # here and not in `build` alone: a server's workers show it the job that they have
-    copies = Copies(config.recovery.copies if link.recovers else 0)
+    copies = MemorySnapshots(config.recovery.copies if link.recovers else 0)
     loose_worker: LooseWorker | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
@@ -103,7 +104,7 @@ def run(config: Config, link: NoHost) -> int:
 
 
 def _in_team(
-    config: Config, worker: Worker, team: Team, dataset: Dataset, link: NoHost, copies: Copies
+    config: Config, worker: Worker, team: Team, dataset: Dataset, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
     timestamps = {"joining": present_time()}
@@ -129,18 +130,18 @@ def _in_team(
     return status
 
 
-def _go_on(training: Training, team: Team, copies: Copies) -> ResumeCheckpoint:
+def _go_on(training: Training, team: Team, copies: MemorySnapshots) -> ResumeCheckpoint:
     """Put the newest state in place: from the workers' memories, or from storage; or begin."""
     config, checkpointer = training.config, training.checkpointer
     chosen = ResumeCheckpoint(None)
     if recall(training, copies):
         if training.mesh.is_main:
-            keep_files(training, resume_candidates(config))
+            keep_files(training, resume_candidates(resume_of(config)))
         return chosen
     if team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
-        chosen = checkpointer.choose_checkpoint(_going_on(config))
+        chosen = checkpointer.choose_checkpoint(resume_of(_going_on(config)))
     if chosen.folder is None:
-        chosen = checkpointer.choose_checkpoint(config)
+        chosen = checkpointer.choose_checkpoint(resume_of(config))
     if chosen.folder:
         restore(training, chosen.folder)
     elif config.model.pretrained is not None:
@@ -156,7 +157,9 @@ def _going_on(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Copies) -> int | None:
+def _reported(
+    training: Training, beginning: Beginning, link: WorkerLink, copies: MemorySnapshots
+) -> int | None:
     """The steps that are left, with a reporter that is closed however they end."""
     reporter = (
         RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
@@ -184,7 +187,9 @@ def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Co
             raise
 
 
-def _loop(training: Training, source: Source, reporter: Reporter, link: NoHost, copies: Copies) -> int | None:
+def _loop(
+    training: Training, source: Source, reporter: Reporter, link: WorkerLink, copies: MemorySnapshots
+) -> int | None:
     train, checkpoint = training.config.train, training.config.checkpoint
     saved_at, saved_time = training.step, time.monotonic()
 
@@ -260,7 +265,7 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
         )
 
 
-def _tell_of_waiting(training: Training, link: NoHost) -> None:
+def _tell_of_waiting(training: Training, link: WorkerLink) -> None:
     """Tell the host that this rank may have to wait in the next step for ranks that are at another step: that
     is no hang."""
     if training.rank_driver.may_wait(training.step + 1):

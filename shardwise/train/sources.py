@@ -16,7 +16,6 @@ from torch import Tensor
 from shardwise.data.batches import Batch, Batches
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
-from shardwise.plan import reduce_dtype
 from shardwise.train.build import Training
 from shardwise.train.shares import Dealer
 
@@ -169,6 +168,6 @@ def at_least_some(items: Tensor) -> Tensor:
 def forward_backward(training: Training, batch: list[Batch], items: Tensor) -> Tensor:
     """Gradients of the global mean loss over so many items, complete on this rank; returns this rank's part
     of that loss."""
-    items = items.to(DTYPES[reduce_dtype(training.config.train)])
+    items = items.to(DTYPES[training.plan.model.dtypes.sums])
     with attention_backends(training.mesh.device.type):
         return training.parallel.forward_backward(batch, training.scale.value / items) / items

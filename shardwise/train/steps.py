@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shardwise.optim import global_norm, learning_rate, update
+from shardwise.optim import global_norm, update
+from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.float8_look import Float8Look
 from shardwise.train.guard import check_copies, check_gradients

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.observe import newest, read_events, read_metrics
+from shardwise.plurals import counted
 from shardwise.resilience.stopping import RESUME_ME
 from shardwise.verify.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
 from shardwise.verify.train_commands import TrainCommands
-from shardwise.words import counted
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 30.0

@@ -1,7 +1,7 @@
 """Local processes for a proof, which start within milliseconds and always end together.
 
 A proof takes seconds, and so does importing torch in a process. So one server imports torch once, and every
-worker is forked from it, which takes milliseconds each (resilience/forked.py). The process of the proof need
+worker is forked from it, which takes milliseconds each (resilience/forked_process.py). The process of the proof need
 not import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
 *arguments)`, given as "module:function" so that it need not be imported here. The workers of a task connect
 to each other at a new port, and their results are returned in rank order.
@@ -28,8 +28,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import RunFailed, UserError
-from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
-from shardwise.resilience.server import start_server
+from shardwise.resilience.fork_server import start_server
+from shardwise.resilience.forked_process import (
+    ForkedProcess,
+    ProcessDied,
+    end_processes,
+    fork_process,
+    free_port,
+    last_messages,
+    wait_for_messages,
+)
 
 if TYPE_CHECKING:
     from shardwise.mesh import Worker
@@ -56,10 +64,10 @@ class Workers:
 
     def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
         """Prepare `count` workers. `longest_delay` is the longest delay, in seconds, of transfers between
-        workers that share a GPU (mesh/through_host.py)."""
+        workers that share a GPU (mesh/host_memory_group.py)."""
         self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
-        self._started: list[Forked] = []
+        self._started: list[ForkedProcess] = []
 
     @property
     def folder(self) -> Path:
@@ -70,7 +78,7 @@ class Workers:
         start_server(PRELOAD)
         try:
             for rank in range(self.count):
-                self._started.append(fork(rank, _serve, (rank, self.longest_delay), self.folder))
+                self._started.append(fork_process(rank, _serve, (rank, self.longest_delay), self.folder))
         except BaseException:
             self._end()
             raise
@@ -91,31 +99,31 @@ class Workers:
         answers: dict[int, Any] = {}
         deadline, waiting = time.monotonic() + self.seconds, list(chosen)
         while waiting:
-            answering = ready(waiting, deadline - time.monotonic())
+            answering = wait_for_messages(waiting, deadline - time.monotonic())
             if not answering:
                 raise RunFailed(self._no_answer([process.rank for process in waiting]))
             for process in answering:
                 waiting.remove(process)
-                answer = process.hear()
-                if isinstance(answer, _TaskFailed | Died):
+                answer = process.receive()
+                if isinstance(answer, _TaskFailed | ProcessDied):
                     others = last_messages(waiting, lambda message: True)
-                    failures = [other for other in others if isinstance(other, _TaskFailed | Died)]
+                    failures = [other for other in others if isinstance(other, _TaskFailed | ProcessDied)]
                     raise self._cause([answer, *failures])
                 answers[process.rank] = answer
         return [answers[process.rank] for process in chosen]
 
     def _end(self) -> None:
-        end(self._started)
+        end_processes(self._started)
         self._folder.cleanup()
 
-    def _cause(self, failures: Sequence[_TaskFailed | Died]) -> Exception:
+    def _cause(self, failures: Sequence[_TaskFailed | ProcessDied]) -> Exception:
         """Return the exception to raise: an error that the user can correct, else the death of a process,
         else the earliest failure."""
         for failure in failures:
             if isinstance(failure, _TaskFailed) and failure.status is not None:
                 kind = RunFailed if failure.status == RunFailed.status else UserError
                 return kind(failure.message)
-        dead = [failure for failure in failures if isinstance(failure, Died)]
+        dead = [failure for failure in failures if isinstance(failure, ProcessDied)]
         if dead:
             return RunFailed(f"rank {dead[0].rank} of {self.count} failed:\n{dead[0].message}")
         failed = [failure for failure in failures if isinstance(failure, _TaskFailed)]
@@ -134,10 +142,10 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
     """Run task after task in a worker, until the pipe closes."""
     import torch
 
-    from shardwise.mesh import through_host
+    from shardwise.mesh import host_memory_group
 
     torch.set_num_threads(1)
-    through_host.longest_delay = longest_delay
+    host_memory_group.longest_delay = longest_delay
     while True:
         try:
             task, arguments, world, port, seconds = pipe.recv()

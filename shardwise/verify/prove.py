@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import AXES, Config
-from shardwise.data import Dataset, check_vocabulary, settled
+from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
+from shardwise.plurals import counted
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.proof_rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.proof_workers import Workers
 from shardwise.verify.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
-from shardwise.words import counted
 
 REFER, COMPARE = (
     "shardwise.verify.compare_layout:write_reference",
@@ -228,7 +228,7 @@ def _check_module(proof: ProofJob) -> int | None:
     """
     if proof.config.model.module is None:
         return None
-    from shardwise.parallel import check_module, embedded_ids
+    from shardwise.train.check_module import check_module, embedded_ids
 
     check_module(proof.config, proof.plan.layout)
     return embedded_ids(proof.config)
@@ -236,7 +236,7 @@ def _check_module(proof: ProofJob) -> int | None:
 
 def _with_ids_of_module(proof: ProofJob, dataset: Dataset) -> ProofJob:
     """Check module and vocabulary, and return the proof with the ids that a user's own module takes."""
-    embedded = _check_module(replace(proof, config=settled(proof.config, dataset)))
+    embedded = _check_module(replace(proof, config=with_data_settings(proof.config, dataset)))
     check_vocabulary(dataset, proof.config.model.vocabulary)
     if proof.config.model.module is None:
         return proof

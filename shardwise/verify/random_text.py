@@ -19,7 +19,7 @@ from shardwise.config import Data
 from shardwise.data import Index
 from shardwise.data.ownership import is_begun, is_prepared
 from shardwise.data.shards import write_atomically
-from shardwise.data.sources import find_files, holds_answers
+from shardwise.data.source_files import find_files, holds_answers
 from shardwise.data.tokenizer import BYTES, tokenizer_fingerprint
 from shardwise.errors import UserError
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise._torch import DispatchMode
 from shardwise.comm import gloo
-from shardwise.mesh import Worker, through_host
+from shardwise.mesh import Worker, host_memory_group
 from shardwise.parallel import ring
 from shardwise.verify.compare_layout import build_proof, watch
 from shardwise.verify.proof_job import ProofJob
@@ -80,7 +80,7 @@ def _caller(frame: FrameType | None) -> str:
     """Return the innermost function outside torch, our reduce-scatter and our process group, as "file
     function"; or "autograd" if autograd's engine made the call."""
     here = Path(torch.__file__).parent
-    ours = (Path(gloo.__file__), Path(through_host.__file__))
+    ours = (Path(gloo.__file__), Path(host_memory_group.__file__))
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if here not in path.parents and path not in ours:

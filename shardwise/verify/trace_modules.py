@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import inside_backward
-from shardwise.data.batches import parts
+from shardwise.data.batches import split_evenly
 from shardwise.mesh import Worker
 from shardwise.models import matches
 from shardwise.optim import local
@@ -206,7 +206,7 @@ def _changed(traced: _TracedStep, reference: dict[str, Tensor]) -> list[str]:
 
 def _micro_batches(training: Training) -> tuple[range, ...]:
     rows = training.shares.of(training.mesh.data_index)
-    return tuple(rows[part.start : part.stop] for part in parts(len(rows), training.plan.accumulation))
+    return tuple(rows[part.start : part.stop] for part in split_evenly(len(rows), training.plan.accumulation))
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
-"""Environment variables by which a command recognises that another launcher started it (mesh/launched.py).
+"""Environment variables by which a command recognises that another launcher started it (mesh/environment.py).
 The drill removes them from the environment of its commands."""
 LOG_TAIL = 4000
 """Number of characters from the end of the log that an error message shows."""

@@ -16,7 +16,7 @@ import torch
 from shardwise.asynchronous import wire as wire_module
 from shardwise.asynchronous.wire import PIECE_BYTES, Stranger, Wire, dial, stays_on_this_machine
 from shardwise.mesh.sockets import LOOPBACK, listen
-from shardwise.resilience.channel import Credentials, NotOurs
+from shardwise.resilience.channel import Credentials, UntrustedMessage
 
 OURS = Credentials("server", b"a secret of the run")
 
@@ -38,7 +38,7 @@ class Meeting:
             while (wire := stranger.admitted(OURS)) is None:
                 select.select([connection], [], [], 10)
             self.greeted.append(wire)
-        except (NotOurs, OSError) as error:
+        except (UntrustedMessage, OSError) as error:
             connection.close()
             self.greeted.append(error)
 
@@ -105,7 +105,7 @@ def test_messages_and_tensors_arrive_as_they_were_sent(
 
 def test_without_the_secret_nobody_is_greeted(meeting: Meeting) -> None:
     worker = dial(LOOPBACK, meeting.port, Credentials("server", b"another secret"))
-    assert isinstance(meeting.server(), NotOurs)
+    assert isinstance(meeting.server(), UntrustedMessage)
     with pytest.raises((EOFError, OSError)):
         worker.receive()
 
@@ -116,7 +116,7 @@ def test_garbage_instead_of_a_greeting(meeting: Meeting, hello: bytes) -> None:
         stranger.sendall(hello)
         with contextlib.suppress(OSError):  # refused already, and the connection with it
             stranger.shutdown(socket.SHUT_WR)
-        assert isinstance(meeting.server(), NotOurs)
+        assert isinstance(meeting.server(), UntrustedMessage)
 
 
 class Tampering:
@@ -147,7 +147,7 @@ def test_a_single_changed_bit_is_noticed_wherever_it_is(
     worker._socket = Tampering(worker._socket, place)  # type: ignore[assignment]
     worker.send({"portion": 1}, torch.ones(96))
     worker.close()
-    with pytest.raises((NotOurs, EOFError)):
+    with pytest.raises((UntrustedMessage, EOFError)):
         received(server)
 
 
@@ -166,5 +166,5 @@ def test_what_was_recorded_cannot_be_sent_again(meeting: Meeting) -> None:
     original.sendall(recorded[0])
     assert server.receive() == ({"portion": 1}, 0)
     original.sendall(recorded[0])
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedMessage):
         server.receive()

@@ -15,7 +15,6 @@ from ranks.jobs import ALONE
 from safetensors.torch import load_file
 from warm import Server
 
-from shardwise.checkpoint import checkpoint_folder
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import check_same_model, read_manifest
@@ -26,13 +25,14 @@ from shardwise.cli.check_job import checks_of_proof, weights_problems
 from shardwise.config import Config, Data, Model, from_tables, read, to_toml
 from shardwise.config.pretrained import links_outside
 from shardwise.data import Dataset
-from shardwise.data.check import problems_of_data, unnamed_tokenizer
+from shardwise.data.check_data import problems_of_data, unnamed_tokenizer
 from shardwise.data.prepare import prepare
-from shardwise.data.tokenizer import hash_of
+from shardwise.data.tokenizer import file_fingerprint
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import parse_toml
 from shardwise.plan import choose
 from shardwise.train.build import build, keep_files, save, start_from_pretrained
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.steps import steps
 
 transformers = pytest.importorskip("transformers")
@@ -240,7 +240,7 @@ def test_the_files_of_another_tokenizer_are_not_kept(folder: Path, tmp_path: Pat
 def test_files_that_belong_to_no_tokenizer_of_the_data_are_not_kept(folder: Path) -> None:
     """Those of a vocab.json and merges.txt say nothing of the ids in the data."""
     kept = kept_of_folder(folder)
-    own = hash_of((folder / "tokenizer.json").read_bytes())
+    own = file_fingerprint((folder / "tokenizer.json").read_bytes())
     assert has_tokenizer(kept, own)
     assert not has_tokenizer(kept, "bytes-257")
     kept.pop(kept_key("tokenizer.json"))

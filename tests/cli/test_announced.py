@@ -13,8 +13,8 @@ from shardwise.cli import train as command
 from shardwise.cli.train import _train
 from shardwise.errors import UserError
 from shardwise.mesh import devices
-from shardwise.probe import quick
-from shardwise.resilience import server
+from shardwise.probe import quick_probe
+from shardwise.resilience import fork_server
 from shardwise.train import launch
 
 JOB = Path(__file__).parents[2] / "examples/quickstart.toml"
@@ -54,8 +54,8 @@ def test_the_warning_comes_before_the_machine_is_measured_with_so_many(
         raise UserError(f"measured with {workers}")
 
     monkeypatch.setattr(machine, "this_machine", measure)
-    monkeypatch.setattr(server, "start_server", lambda preload: None)
-    monkeypatch.setattr(quick, "remembered", lambda workers: None)
+    monkeypatch.setattr(fork_server, "start_server", lambda preload: None)
+    monkeypatch.setattr(quick_probe, "valid_cache_file", lambda workers: None)
     shown: list[str] = []
     monkeypatch.setattr(command.typer, "echo", lambda text, err: shown.append(text))
     with pytest.raises(UserError, match="measured with 8"):

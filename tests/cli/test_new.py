@@ -17,11 +17,11 @@ import pytest
 from typer.testing import CliRunner
 from warm import Server
 
-from shardwise import invoked
 from shardwise.cli.app import app
 from shardwise.cli.main import main
 from shardwise.cli.new import Template
 from shardwise.cli.train import _crew
+from shardwise.command_name import command_name
 from shardwise.config import read
 from shardwise.config.json_schema import job_schema
 from shardwise.errors import UserError
@@ -267,8 +267,8 @@ def test_a_printed_command_is_one_that_a_shell_finds(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["environment/bin/shardwise", "train"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert invoked.typed() == str(there / "shardwise")  # not active: by its path, in any folder
+    assert command_name() == str(there / "shardwise")  # not active: by its path, in any folder
     monkeypatch.setattr(sys, "argv", ["-m", "train"])
-    assert invoked.typed() == f"{there / 'python3'} -m shardwise"
+    assert command_name() == f"{there / 'python3'} -m shardwise"
     monkeypatch.setenv("PATH", f"{there}:/usr/bin")
-    assert invoked.typed() == "shardwise"
+    assert command_name() == "shardwise"

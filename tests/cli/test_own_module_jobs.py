@@ -19,7 +19,9 @@ import torch
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import read
-from shardwise.parallel import build_plain, check_first_values
+from shardwise.parallel import build_plain
+from shardwise.plan import ModelSpec
+from shardwise.train.check_module import check_first_values
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
@@ -67,7 +69,10 @@ def test_a_new_head_on_a_frozen_backbone_is_proven(
 ) -> None:
     """The backbone keeps its bits, and the head gets the gradients of one device."""
     config = read(ROOT / JOB)
-    shapes = {name: tuple(parameter.shape) for name, parameter in build_plain(config).named_parameters()}
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in build_plain(ModelSpec.of(config)).named_parameters()
+    }
     backbone = {
         name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if not name.startswith("head.")
     }

@@ -19,7 +19,7 @@ import pytest
 from warm import Command
 
 from shardwise.checkpoint import checkpoints, step_of
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 ROOT = Path(__file__).parents[2]
 Started = Callable[..., Command]

@@ -23,7 +23,7 @@ from shardwise.cli.verify import _prove
 from shardwise.config import read
 from shardwise.errors import UserError
 from shardwise.mesh import Node
-from shardwise.resilience.first_node import FirstNodeFile
+from shardwise.resilience.first_node_file import FirstNodeFile
 from shardwise.resilience.stopping import STOP_SIGNALS
 from shardwise.resilience.team import Bounds
 from shardwise.train import launch
@@ -243,7 +243,7 @@ def test_nodes_meet_at_an_address_that_other_machines_can_call(monkeypatch: pyte
 
     monkeypatch.setattr(launch, "start_server", lambda preload: None)
     monkeypatch.setattr(launch, "address_for_other_machines", lambda name: f"the address of {name}")
-    monkeypatch.setattr(launch, "OtherHosts", stop)
+    monkeypatch.setattr(launch, "Leadership", stop)
     node = Node(2, 0, 1, "node-1", 29400, "run", "a test")
     with pytest.raises(UserError, match=r"the first node is at \('the address of node-1', 29400\)"):
         launch.launch(read(JOB, []), 1, Bounds(1, 2), node, cast(Any, None), nullcontext)

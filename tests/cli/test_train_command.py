@@ -17,7 +17,7 @@ import psutil
 import pytest
 from warm import Command, Server
 
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from shardwise.config import Layout
 from shardwise.mesh import Worker
-from shardwise.resilience.copies import Copies
+from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.build import keep_copy, recall, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.guard import check_joined
@@ -40,7 +40,7 @@ def whole_life(worker: Worker, tables: Tables) -> int:
 
     opened, distributed_c10d._tensor_to_object = distributed_c10d._tensor_to_object, closed
     try:
-        training, copies = start(worker, tables), Copies(every=1)
+        training, copies = start(worker, tables), MemorySnapshots(every=1)
         _check_same_job(training)
         recall(training, copies)
         check_joined(training)

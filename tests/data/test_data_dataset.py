@@ -191,9 +191,8 @@ def test_the_bundled_text_is_plain_and_large_enough(tmp_path: Path) -> None:
         dataset.streams[0].tokens.read(0, len(dataset.streams[0].tokens)).tolist()
     )
     assert text == SHAKESPEARE.read_text(encoding="ascii")
-    assert (
-        3.0 < unigram_loss(dataset) < 3.6
-    )  # about 4.8 bits a character, as is known of English with punctuation
+    # English with punctuation is known to have about 4.8 bits per character.
+    assert 3.0 < unigram_loss(dataset) < 3.6
 
 
 def test_a_sequence_longer_than_the_data_is_explained(folders: list[Path]) -> None:

@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import Data, Source
-from shardwise.data.prepare import prepare, prepared
-from shardwise.data.sources import find_files
+from shardwise.data.prepare import prepare, prepare_sources
+from shardwise.data.source_files import find_files
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
 
 module = import_module("shardwise.data.prepare")  # the package's own attribute of that name is the function
 
-FOREIGN = {
-    "version": 2,
-    "shards": [{"raw_data": {"basename": "shard.00000.mds"}}],
-}  # as another library writes it
+FOREIGN = {"version": 2, "shards": [{"raw_data": {"basename": "shard.00000.mds"}}]}
+"""An index as another library writes it."""
 
 
 class KilledError(Exception):
@@ -40,7 +38,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_a_folder_that_the_system_refuses_is_named_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"^x+ cannot be read: File name too long$"):
-        prepared(Data(source="x" * 300))
+        prepare_sources(Data(source="x" * 300))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_a_source_folder_with_a_foreign_index_is_an_ordinary_folder(tmp_path: Pa
     for text in (json.dumps(FOREIGN), "{}", "[]", "not JSON"):
         (folder / "index.json").write_text(text)
         (folder / "preparing.json").write_text(text)
-        ((made, _),) = prepared(Data(source=str(folder), cache=str(tmp_path / "cache")))
+        ((made, _),) = prepare_sources(Data(source=str(folder), cache=str(tmp_path / "cache")))
         assert Tokens.open(made).index.tokens == len("some text") + 1
 
 
@@ -150,7 +148,7 @@ def test_a_damaged_index_of_ours_is_called_damaged(source: Path, tmp_path: Path,
     }
     index.write_text(texts.get(damage, "[" * 200_000))
     with pytest.raises(UserError, match=r"index\.json is damaged.*Delete the folder"):
-        Tokens.open(prepared(Data(source=str(folder)))[0][0])
+        Tokens.open(prepare_sources(Data(source=str(folder)))[0][0])
     with pytest.raises(UserError, match=r"index\.json is damaged.*Delete the folder"):
         prepare(source, "bytes", folder)
 
@@ -195,7 +193,7 @@ def test_shards_whose_index_is_not_a_file_of_ours_are_never_read_as_text(
     with pytest.raises(
         UserError, match=rf"out/index\.json {found}.*shard-00000\.bin.*prepare the data again"
     ):
-        prepared(data)
+        prepare_sources(data)
     with pytest.raises(UserError, match=r"index\.json"):
         prepare(folder, "bytes", tmp_path / "copy")
     assert sorted(os.listdir(folder)) == before
@@ -251,5 +249,5 @@ def test_empty_paths_are_refused(source: Path, tmp_path: Path, monkeypatch: pyte
         prepare("", "bytes", tmp_path / "out")
     for data in (Data(source=""), Data(sources=(Source(path=""),))):
         with pytest.raises(UserError, match=r"data\.source: an empty path"):
-            prepared(data)
+            prepare_sources(data)
     assert list(here.iterdir()) == []

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from shardwise.config import Data, Source
-from shardwise.data import Dataset, sources
-from shardwise.data.prepare import prepare, prepared
+from shardwise.data import Dataset, source_files
+from shardwise.data.prepare import prepare, prepare_sources
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
 
@@ -88,7 +88,7 @@ def test_resuming_after_an_interruption_gives_the_same_bytes(
     if kind != "rows":
         for name in ("a", "b"):  # the same words as one document a file, read in small pieces
             (source / f"{name}.jsonl").rename(source / f"{name}.txt")
-        monkeypatch.setattr(sources, "PIECE_BYTES", 700)
+        monkeypatch.setattr(source_files, "PIECE_BYTES", 700)
     monkeypatch.setattr(module, "_BATCH_CHARACTERS", 600)
     seen: list[int] = []
     straight: list[int] = []
@@ -150,7 +150,7 @@ def test_a_half_prepared_folder_of_another_source_starts_over(
         prepare(source, "bytes", tmp_path / "out", shard_tokens=500, progress=interrupt)
     assert (tmp_path / "out" / "preparing.json").exists()
     with pytest.raises(UserError, match="only half prepared"):
-        prepared(Data(source=str(tmp_path / "out")))
+        prepare_sources(Data(source=str(tmp_path / "out")))
     os.utime(source / "a.jsonl", (1, 1))
     prepare(source, "bytes", tmp_path / "out", shard_tokens=500)
     assert documents_of(tmp_path / "out") == [[*text.encode(), 256] for text in expected_texts(source)]
@@ -196,13 +196,13 @@ def test_sources_of_a_job_are_prepared_once_into_the_cache(source: Path, tmp_pat
         sources=(Source(path=str(source), weight=2.0), Source(path=str(source / "a.jsonl"), weight=1.0)),
         cache=cache,
     )
-    first = prepared(job)
+    first = prepare_sources(job)
     assert [weight for _, weight in first] == [2.0, 1.0]
     assert len({folder for folder, _ in first}) == 2
     calls: list[int] = []
-    assert prepared(job, lambda done, total: calls.append(done)) == first
+    assert prepare_sources(job, lambda done, total: calls.append(done)) == first
     assert not calls
-    ((other, _),) = prepared(Data(source=str(source), cache=cache, tokenizer=str(bpe)))
+    ((other, _),) = prepare_sources(Data(source=str(source), cache=cache, tokenizer=str(bpe)))
     assert other not in {folder for folder, _ in first}
 
 
@@ -211,11 +211,11 @@ def test_a_prepared_folder_is_used_as_it_is_with_its_own_tokenizer(
 ) -> None:
     out = tmp_path / "out"
     prepare(source, bpe, out)
-    assert prepared(Data(source=str(out))) == [(out, 1.0)]
-    assert prepared(Data(source=str(out), tokenizer=str(bpe))) == [(out, 1.0)]
+    assert prepare_sources(Data(source=str(out))) == [(out, 1.0)]
+    assert prepare_sources(Data(source=str(out), tokenizer=str(bpe))) == [(out, 1.0)]
     other = make_tokenizer(tmp_path / "other.json", size=310)
     with pytest.raises(UserError, match="was prepared with another tokenizer"):
-        prepared(Data(source=str(out), tokenizer=str(other)))
+        prepare_sources(Data(source=str(out), tokenizer=str(other)))
 
 
 def test_empty_data_and_unwritable_places_are_explained(source: Path, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_empty_data_and_unwritable_places_are_explained(source: Path, tmp_path: 
     with pytest.raises(UserError, match="cannot be written to"):
         prepare(source, "bytes", tmp_path / "file" / "out")
     with pytest.raises(UserError, match=r"data\.source: missing"):
-        prepared(Data())
+        prepare_sources(Data())
 
 
 def test_documents_end_with_the_token_that_a_job_names(
@@ -238,7 +238,7 @@ def test_documents_end_with_the_token_that_a_job_names(
         for end in (None, "<stop>")
     )
     stop = Library.from_file(str(path)).token_to_id("<stop>")
-    (first, _), (second, _) = prepared(usual)[0], prepared(named)[0]
+    (first, _), (second, _) = prepare_sources(usual)[0], prepare_sources(named)[0]
     assert first != second
     assert {document[-1] for document in documents_of(second)} == {stop}
     assert stop not in {document[-1] for document in documents_of(first)}
@@ -246,4 +246,4 @@ def test_documents_end_with_the_token_that_a_job_names(
     with pytest.raises(
         UserError, match=r"prepared with '<\|endoftext\|>' .* data\.end_of_document is '<stop>'"
     ):
-        prepared(named.model_copy(update={"source": str(first)}))
+        prepare_sources(named.model_copy(update={"source": str(first)}))

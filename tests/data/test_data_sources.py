@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data import sources
-from shardwise.data.sources import find_files, read_pieces
+from shardwise.data import source_files
+from shardwise.data.source_files import find_files, read_pieces
 from shardwise.errors import ConfigError, UserError
 
 DOCUMENTS = ["first\nof all", "second: café 中文", "third"]
@@ -69,7 +69,7 @@ def test_pieces_of_a_text_file_join_into_the_file_and_end_after_lines(
     path = tmp_path_factory.mktemp("pieces") / "a.txt"
     path.write_text(text, encoding="utf-8", newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE_BYTES", size)
+        patch.setattr(source_files, "PIECE_BYTES", size)
         pieces = [piece for file in find_files(path) for piece in read_pieces(file, "text")]
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from shardwise.errors import LONGEST, MOST_PROBLEMS, UserError
+from shardwise.errors import MAX_LINE_LENGTH, MAX_PROBLEMS, UserError
 
 T = TypeVar("T")
 Edit = Callable[[Any], Any]
@@ -241,8 +241,8 @@ def read_or_refused(read: Callable[[], T], what: object) -> T | None:
         ) from error
     assert message
     lines = message.split("\n")
-    assert len(lines) <= 2 * MOST_PROBLEMS + 2, message
-    assert all(len(line) <= 2 * LONGEST for line in lines), message[:5000]
+    assert len(lines) <= 2 * MAX_PROBLEMS + 2, message
+    assert all(len(line) <= 2 * MAX_LINE_LENGTH for line in lines), message[:5000]
     assert not [
         mark for line in lines for mark in line if unicodedata.category(mark) in ("Cc", "Cf", "Cs")
     ], message

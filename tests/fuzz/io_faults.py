@@ -142,7 +142,7 @@ def faulty(folder: Path, kind: str = "none", fails_at: int = -1) -> Iterator[Dis
         patch.setattr(io, "open", open_stream)
         patch.setattr(builtins, "open", open_stream)
         patch.setattr(
-            "shardwise.observe.files.FileIO",
+            "shardwise.observe.record_files.FileIO",
             lambda path, mode, opener=None: open_stream(path, mode + "b", buffering=0),
         )
         yield disk

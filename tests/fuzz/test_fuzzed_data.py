@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from shardwise.data.prepare import prepare
 from shardwise.data.shards import Index, shard_name
-from shardwise.data.sources import find_files
+from shardwise.data.source_files import find_files
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import UserError
-from shardwise.mesh import Worker, device_memory, on_gpus, through_host
+from shardwise.mesh import Worker, device_memory, host_memory_group, uses_gpus
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.mesh import _backend
 
@@ -46,7 +46,7 @@ def test_workers_that_are_asked_to_share_gpus_take_turns_with_them(gpus: list[to
     assert [pick_device(worker, "cuda").index for worker in five] == [0, 1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("workers", "backend"), [(2, "nccl"), (3, through_host.NAME)])
+@pytest.mark.parametrize(("workers", "backend"), [(2, "nccl"), (3, host_memory_group.NAME)])
 def test_nccl_carries_what_workers_send_unless_two_share_a_gpu(
     gpus: list[torch.device], workers: int, backend: str
 ) -> None:
@@ -66,7 +66,7 @@ def test_workers_that_share_a_gpu_have_its_memory_together(
 def test_gpus_that_are_asked_for_and_not_there_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
     with pytest.raises(UserError, match="this machine has no GPU"):
-        on_gpus(1, "cuda")
+        uses_gpus(1, "cuda")
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -21,7 +21,7 @@ from shardwise.comm import Comm
 from shardwise.config import RANK_AXES, Layout
 from shardwise.mesh import Mesh, Worker, join, leave, peer_is_gone
 from shardwise.mesh import mesh as mesh_module
-from shardwise.resilience.forked import free_port
+from shardwise.resilience.forked_process import free_port
 
 
 @contextmanager
@@ -131,8 +131,7 @@ def test_nobody_waits_long_for_an_agent_of_torchrun_that_is_gone(monkeypatch: py
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     worker = Worker(0, 2, 0, 2, where["MASTER_ADDR"], int(where["MASTER_PORT"]), launcher="torchrun")
-    with pytest.raises(
-        dist.DistNetworkError
-    ) as raised:  # after half an hour without the agent's own patience
+    # Without the shorter timeout for the agent, this would take half an hour.
+    with pytest.raises(dist.DistNetworkError) as raised:
         mesh_module.join(worker, Layout(data=2))
     assert peer_is_gone(raised.value)

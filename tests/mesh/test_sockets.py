@@ -97,7 +97,7 @@ def test_a_name_that_cannot_be_resolved_is_named_with_what_to_set_instead(
     with pytest.raises(UserError) as refused:
         sockets.listen("n1", 20001)
     told = str(refused.value)
-    assert told.startswith("the name n1, by which the launcher names the first node, cannot be resolved on ")
+    assert told.startswith("the name n1, which the launcher gives the first node, cannot be resolved on ")
     assert "(Temporary failure in name resolution)" in told
     assert (
         "MASTER_ADDR=ADDRESS under Slurm (export it before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere"

@@ -282,9 +282,8 @@ def history(seed: int):
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_that_are_added_up_while_they_are_read_give_the_parts_of_single_ones(seed: int) -> None:
     events, steps = history(seed)
-    marks = [
-        event(one["time"] - T0, "mark") for one in steps
-    ]  # something happens after every step: none is added to another
+    # An event after every step keeps the steps from being added up.
+    marks = [event(step["time"] - T0, "mark") for step in steps]
     assert goodput(events, iter(steps))["parts"] == pytest.approx(
         goodput([*events, *marks], steps)["parts"], abs=1e-6
     )

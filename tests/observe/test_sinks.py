@@ -20,12 +20,12 @@ from shardwise.errors import UserError
 from shardwise.observe import (
     EventsFile,
     MetricsFile,
-    files,
     from_json,
     newest,
     open_sinks,
     read_events,
     read_metrics,
+    record_files,
     records,
     to_json,
 )
@@ -221,7 +221,7 @@ def test_what_is_no_regular_file_in_a_run_folder_is_never_waited_for(tmp_path, k
     )
     metrics.write({"step": 4, "loss": 1.0})
     events.write("save")
-    files.write_text(tmp_path / "plan.json", "{}", said.append)
+    record_files.write_text(tmp_path / "plan.json", "{}", said.append)
     refused = [text for text in said if "cannot be written" in text]
     assert len(refused) == 3, said
     (tmp_path / "metrics.jsonl").rmdir() if kind == "folder" else (tmp_path / "metrics.jsonl").unlink()
@@ -238,13 +238,13 @@ def test_a_run_folder_with_such_files_is_refused_before_workers_start(tmp_path, 
     for name in names:
         NOT_FILES[kind](tmp_path / name)
     with pytest.raises(UserError) as refused:
-        files.check_run_files(tmp_path)
+        record_files.check_run_files(tmp_path)
     assert str(refused.value) == (
         f"run.folder = {str(tmp_path)!r}: config.toml, events.jsonl, logs/rank-1.log, metrics.jsonl, "
         f"plan.json and wandb-id are "
         "not regular files, which a run would write. Remove them, or give another run.folder"
     )
-    files.check_run_files(tmp_path / "elsewhere")
+    record_files.check_run_files(tmp_path / "elsewhere")
 
 
 class Disk:
@@ -262,7 +262,7 @@ class Disk:
                 disk.room -= len(part)
                 return super().write(part)
 
-        monkeypatch.setattr(files, "FileIO", LimitedFile)
+        monkeypatch.setattr(record_files, "FileIO", LimitedFile)
 
 
 @pytest.mark.parametrize("room", [0, 25, 60])
@@ -290,7 +290,7 @@ def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_there_is_r
 
 
 def test_what_cannot_be_written_is_kept_up_to_a_limit_and_what_is_lost_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "KEPT_BYTES", 500)
+    monkeypatch.setattr(record_files, "BUFFER_BYTES", 500)
     disk, said = Disk(monkeypatch), []
     file = MetricsFile(tmp_path / "metrics.jsonl", 0, said.append)
     disk.room = 0
@@ -310,7 +310,7 @@ def test_what_cannot_be_written_is_kept_up_to_a_limit_and_what_is_lost_is_counte
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_disk_that_is_really_full_stops_nothing(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(files, "only_regular", None)  # else a device is refused
+    monkeypatch.setattr(record_files, "regular_file_opener", None)  # else a device is refused
     (tmp_path / name).symlink_to("/dev/full")
     said: list[str] = []
     sinks = open_sinks(tmp_path, Observe(), 0, said.append)
@@ -486,15 +486,15 @@ def test_wandb_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_p
 
 
 def test_a_folder_without_room_is_refused_at_the_start_with_the_reason(tmp_path, monkeypatch):
-    files.check_room(tmp_path / "run", "run.folder", 1)
+    record_files.check_room(tmp_path / "run", "run.folder", 1)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(
         UserError, match=r"checkpoint\.folder = .* are free, and one checkpoint of this model takes 1024 PiB"
     ):
-        files.check_room(tmp_path / "run", "checkpoint.folder", 2**60)
+        record_files.check_room(tmp_path / "run", "checkpoint.folder", 2**60)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.folder = .*cannot be written \(Not a directory\)"):
-        files.check_room(tmp_path / "file" / "run", "run.folder", 0)
+        record_files.check_room(tmp_path / "file" / "run", "run.folder", 0)
 
     def full(path, data):
         path.touch()
@@ -502,5 +502,5 @@ def test_a_folder_without_room_is_refused_at_the_start_with_the_reason(tmp_path,
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match="No space left on device"):
-        files.check_room(tmp_path / "run", "run.folder", 0)
+        record_files.check_room(tmp_path / "run", "run.folder", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

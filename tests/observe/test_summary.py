@@ -11,7 +11,7 @@ from shardwise.config import Layout, Observe
 from shardwise.errors import UserError
 from shardwise.observe import open_sinks, render, summarise
 from shardwise.observe.goodput import goodput
-from shardwise.observe.report import _layout
+from shardwise.observe.render_report import _layout
 from shardwise.observe.totals import RunTotals
 from shardwise.search.interval import DEVICE_HOURS, advise
 
@@ -447,7 +447,7 @@ def test_the_memory_of_a_summary_does_not_grow_with_the_steps_and_sums_stay_exac
         assert found["parts"]["productive"] == pytest.approx(0.75 * count)
         assert found["parts"]["data"] == pytest.approx(0.25 * count)
         assert sum(found["parts"].values()) == pytest.approx(found["wall_seconds"])
-        assert 2048 <= len(totals.steady.kept) <= 4096
+        assert 2048 <= len(totals.steady.sample) <= 4096
         assert totals.steady.count == count - 2
     assert peaks[1] < 1.5 * peaks[0]
 

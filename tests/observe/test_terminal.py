@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from shardwise.observe import TrainingProgress, header
-from shardwise.observe.draw import Series, bar, line_plot, sparkline
 from shardwise.observe.format import (
     format_bytes,
     format_count,
@@ -16,7 +15,8 @@ from shardwise.observe.format import (
     format_span,
 )
 from shardwise.observe.terminal import shown_steps
-from shardwise.words import counted
+from shardwise.observe.text_plots import Series, bar, line_plot, sparkline
+from shardwise.plurals import counted
 
 
 def record(step: int, **more):

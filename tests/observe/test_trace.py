@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.observe import Collective, StepTrace, Stretch
+from shardwise.observe import Collective, SpanPart, StepTrace
 from shardwise.observe.trace import merge
 
 
 def traced(rank: int, folder: Path) -> list[dict]:
     trace = StepTrace(rank)
-    stretches = [Stretch("forward_backward", 10.0, 11.0), Stretch("exposed_communication", 11.0, 11.5)]
+    stretches = [SpanPart("forward_backward", 10.0, 11.0), SpanPart("exposed_communication", 11.0, 11.5)]
     collectives = [
         Collective("all_reduce", "data", 800, 1600, 10.25, 11.0),
         Collective("all_reduce", "data", 400, None, 10.5, 11.5),
@@ -46,9 +46,8 @@ def test_events_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
     done = [event for event in traced(0, tmp_path) if event["ph"] == "X"]
     for lane in {event["tid"] for event in done}:
         own = sorted((event["ts"], event["ts"] + event["dur"]) for event in done if event["tid"] == lane)
-        assert all(
-            before[1] <= after[0] + 1 for before, after in pairwise(own)
-        )  # a microsecond: times are of the epoch
+        # One microsecond is allowed for rounding, because times are since the epoch.
+        assert all(before[1] <= after[0] + 1 for before, after in pairwise(own))
 
 
 def test_the_merged_trace_has_every_ranks_events(tmp_path: Path) -> None:

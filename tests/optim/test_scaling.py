@@ -3,7 +3,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Train
 from shardwise.optim import LossScale
 
 HISTORY = st.lists(st.booleans(), max_size=60)
@@ -47,9 +46,9 @@ def test_a_power_of_two_stays_one_so_that_scaling_is_exact(overflows: list[bool]
 @given(overflows=HISTORY)
 def test_only_float16_has_a_scale_that_moves(overflows: list[bool]) -> None:
     for precision in ("float64", "float32", "bfloat16"):
-        start = LossScale.of(Train(precision=precision))
+        start = LossScale.first(precision, 65536.0, 2000)
         assert {one.value for one in scales(start, overflows)} == {1.0}
 
 
 def test_float16_starts_as_configured() -> None:
-    assert LossScale.of(Train(precision="float16", initial_scale=512.0, scale_every=7)) == LossScale(512.0, 7)
+    assert LossScale.first("float16", 512.0, 7) == LossScale(512.0, 7)

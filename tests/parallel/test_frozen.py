@@ -23,8 +23,8 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Config, Layout, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.parallel import check_module
 from shardwise.train.build import build, restore, save
+from shardwise.train.check_module import check_module
 from shardwise.train.planner import Planner
 from shardwise.train.steps import steps
 

@@ -24,9 +24,10 @@ from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
 from shardwise.optim import local
-from shardwise.parallel import build_plain, check_module, count_parameters
-from shardwise.plan import Plan, StateBytes, choose
+from shardwise.parallel import build_plain
+from shardwise.plan import ModelSpec, Plan, StateBytes, choose
 from shardwise.train.build import build, restore, save
+from shardwise.train.check_module import check_module, count_parameters
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.planner import Planner
@@ -515,15 +516,15 @@ def test_the_plan_of_a_module_with_frozen_weights_has_gradients_and_moments_of_t
 def test_what_a_constructor_draws_is_the_same_in_every_process(corpus: str) -> None:
     config = from_tables(tables_of(corpus, own("Buffers"), {}))
     torch.manual_seed(1)
-    before, first = torch.get_rng_state(), dict(build_plain(config).named_buffers())
+    before, first = torch.get_rng_state(), dict(build_plain(ModelSpec.of(config)).named_buffers())
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    again = dict(build_plain(config).named_buffers())
+    again = dict(build_plain(ModelSpec.of(config)).named_buffers())
     assert torch.equal(first["drawn"], again["drawn"])
     assert first["exact"].dtype == torch.float64
     alone = start(ALONE, tables_of(corpus, own("Buffers"), {}, precision="float32")).parallel.model
     for name, buffer in alone.named_buffers(remove_duplicate=False):
         assert torch.equal(buffer.double(), first["made" if name == "again" else name].double()), name
     assert alone.again is alone.made
-    other = build_plain(from_tables(tables_of(corpus, own("Buffers"), {}, seed=6)))
+    other = build_plain(ModelSpec.of(from_tables(tables_of(corpus, own("Buffers"), {}, seed=6))))
     assert not torch.equal(first["drawn"], dict(other.named_buffers())["drawn"])

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.cost.cluster import KINDS
-from shardwise.probe.budget import FULL, QUICK
 from shardwise.probe.fit import (
     fit_attention,
     fit_collective,
@@ -18,6 +17,7 @@ from shardwise.probe.fit import (
     relative_least_squares,
     speed_with_knee,
 )
+from shardwise.probe.probe_budget import FULL, QUICK
 
 SPEEDS = st.floats(1e9, 1e15)
 KNEES = st.floats(5.0, 200.0)

@@ -21,15 +21,21 @@ from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import ALONE, Node, cache_folder
-from shardwise.probe import devices, links, local_workers, measure_here, quick_cluster
-from shardwise.probe import quick as quick_module
+from shardwise.probe import (
+    device_speed,
+    link_speed,
+    measure_this_machine,
+    quick_cluster,
+    quick_probe,
+    worker_count,
+)
 from shardwise.probe.bench import Bench
-from shardwise.probe.budget import Budget
-from shardwise.probe.devices import data_sheet
+from shardwise.probe.device_speed import data_sheet
 from shardwise.probe.fit import Speed, fit_collective
-from shardwise.probe.links import between, inside
-from shardwise.probe.progress import ProbeProgress, silent
-from shardwise.probe.quick import save_cluster
+from shardwise.probe.link_speed import groups_between_nodes, groups_inside_nodes
+from shardwise.probe.probe_budget import Budget
+from shardwise.probe.probe_progress import ProbeProgress, no_progress
+from shardwise.probe.quick_probe import save_cluster
 
 TINY = dict.fromkeys(
     ("cpu", "cuda"),
@@ -58,12 +64,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Each measurement of the quick probe, which here takes no time."""
     calls: list[int] = []
 
-    def pretend(workers: int, budgets: object, tell: object) -> Cluster:
+    def pretend(workers: int, budgets: object, on_progress: object) -> Cluster:
         calls.append(workers)
         return cluster(workers, len(calls))
 
-    monkeypatch.setattr(quick_module, "measure_here", pretend)
-    monkeypatch.setattr(quick_module, "others_busy", lambda: None)
+    monkeypatch.setattr(quick_probe, "measure_this_machine", pretend)
+    monkeypatch.setattr(quick_probe, "busy_warning", lambda: None)
     return calls
 
 
@@ -75,7 +81,7 @@ def cluster(workers: int, speed: float) -> Cluster:
 
 def test_two_workers_measure_a_cluster_that_reads_back(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
-    found = measure_here(2, TINY, lambda what, share: told.append((what, share)))
+    found = measure_this_machine(2, TINY, lambda what, share: told.append((what, share)))
     path = tmp_path / "cluster.toml"
     save_cluster(path, found)
     back = read_cluster(path, {})
@@ -101,7 +107,7 @@ def test_two_workers_measure_a_cluster_that_reads_back(tmp_path: Path) -> None:
 
 
 def test_one_worker_has_no_collectives_to_measure(tmp_path: Path) -> None:
-    found = measure_here(1, TINY)
+    found = measure_this_machine(1, TINY)
     assert (found.devices, found.inside.measured) == (1, ())
     assert found.inside.bandwidth > 0
 
@@ -117,7 +123,7 @@ def test_a_worker_that_is_killed_ends_the_probe_with_its_name() -> None:
         os.kill(workers[1].pid or 0, signal.SIGKILL)
 
     with pytest.raises(RunFailed, match="worker 1 of 2 failed"):
-        measure_here(2, slow, kill_the_second)
+        measure_this_machine(2, slow, kill_the_second)
     assert set(multiprocessing.active_children()) <= before
 
 
@@ -130,7 +136,7 @@ def test_an_interrupt_leaves_no_worker_behind() -> None:
 
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        measure_here(2, TINY, interrupt)
+        measure_this_machine(2, TINY, interrupt)
     assert pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -139,20 +145,22 @@ def test_an_interrupt_leaves_no_worker_behind() -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_groups_have_each_rank_once_and_stay_in_or_cross_the_node(count: int, nodes: int) -> None:
     world = count * nodes
-    for grouping in inside(world, count):
+    for grouping in groups_inside_nodes(world, count):
         assert sorted(rank for group in grouping.groups for rank in group) == list(range(world))
         assert all(
             len(group) == grouping.members and len({rank // count for rank in group}) == 1
             for group in grouping.groups
         )
-    for grouping in between(world, count):
+    for grouping in groups_between_nodes(world, count):
         assert sorted(rank for group in grouping.groups for rank in group) == list(range(world))
         assert all(len({rank // count for rank in group}) == grouping.members for group in grouping.groups)
         assert all(len({rank % count for rank in group}) == 1 for group in grouping.groups)
-    assert [grouping.members for grouping in inside(world, count)] == [
+    assert [grouping.members for grouping in groups_inside_nodes(world, count)] == [
         n for n in range(2, count + 1) if count % n == 0
     ]
-    assert [grouping.members for grouping in inside(world, count, every=False)] == [count] * (count > 1)
+    assert [grouping.members for grouping in groups_inside_nodes(world, count, every=False)] == [count] * (
+        count > 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,16 +184,16 @@ def test_a_data_sheet_is_taken_only_for_the_very_device(name: str, gib: float, p
 
 def test_more_workers_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 2)
-    assert local_workers(None) == 2
+    assert worker_count(None) == 2
     with pytest.raises(UserError, match=r"--workers 3: this machine has 2 GPUs; give at most 2"):
-        local_workers(3)
+        worker_count(3)
 
 
 def test_a_cpu_gets_as_many_workers_as_asked_or_as_the_node_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
-    assert 2 <= local_workers(None) <= 4
-    assert local_workers(7) == 7
-    assert local_workers(None, Node(2, 0, 3, "localhost", 1, "id", "test")) == 3
+    assert 2 <= worker_count(None) <= 4
+    assert worker_count(7) == 7
+    assert worker_count(None, Node(2, 0, 3, "localhost", 1, "id", "test")) == 3
 
 
 def test_a_quick_probe_is_remembered_for_each_number_of_workers(cache: Path, measured: list[int]) -> None:
@@ -217,7 +225,7 @@ def test_an_old_memory_is_measured_anew(cache: Path, measured: list[int]) -> Non
 def test_a_busy_machine_is_said_and_measured_anew_within_hours(
     cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quick_module, "others_busy", lambda: "other programs use 90% of this machine's cores")
+    monkeypatch.setattr(quick_probe, "busy_warning", lambda: "other programs use 90% of this machine's cores")
     said: list[str] = []
     for _ in range(2):
         quick_cluster(2, warn=said.append)
@@ -253,14 +261,16 @@ def test_a_known_gpu_keeps_its_data_sheet_and_gets_the_shares_it_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An H200 with the speeds once seen on one; the arithmetic only, since there is none here."""
-    monkeypatch.setattr(devices, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(devices, "device_memory", lambda workers: 139.8 * 2**30)
-    monkeypatch.setattr(devices, "_to_host_and_back", lambda bench, progress: 50e9)
+    monkeypatch.setattr(device_speed, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(device_speed, "device_memory", lambda workers: 139.8 * 2**30)
+    monkeypatch.setattr(device_speed, "_to_host_and_back", lambda bench, progress: 50e9)
     bench = Bench(torch.device("cuda", 0), None, 0.1, 1)
-    reached = devices._Products(
+    reached = device_speed._Products(
         "bfloat16", Speed(820e12, 70.0), 700e12, {"float16": 690e12, "float8": 1262e12}
     )
-    found = devices._gpu(bench, reached, Speed(434e12, 300.0), 4.1e12, 4e-6, ProbeProgress(1, silent))
+    found = device_speed._gpu(
+        bench, reached, Speed(434e12, 300.0), 4.1e12, 4e-6, ProbeProgress(1, no_progress)
+    )
     assert found.peak == {"bfloat16": 989.5e12, "float16": 989.5e12, "float8": 1979e12}
     assert found.matmul == pytest.approx(700 / 989.5)
     assert found.matmul_float8 == pytest.approx(1262 / 1979)
@@ -279,7 +289,7 @@ class Known(Bench):
 
 def test_memory_of_known_speed_is_found() -> None:
     bench = Known(lambda made: 2 * made.nbytes / 20e9)  # what a kernel read, and as much that it wrote
-    assert devices._stream(bench, TINY["cpu"], ProbeProgress(1, silent)) == pytest.approx(20e9)
+    assert device_speed._stream(bench, TINY["cpu"], ProbeProgress(1, no_progress)) == pytest.approx(20e9)
 
 
 def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet(
@@ -287,7 +297,7 @@ def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet
 ) -> None:
     told = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
-    assert devices._clocked_bandwidth(torch.device("cuda", 0)) == pytest.approx(3.35e12, rel=0.01)
+    assert device_speed._clocked_bandwidth(torch.device("cuda", 0)) == pytest.approx(3.35e12, rel=0.01)
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
@@ -295,11 +305,11 @@ def test_a_ring_of_known_links_is_found_whatever_its_length(
     monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
     """An all-reduce hands one member's part of 4-byte numbers on in each of 2 (n - 1) hops."""
-    monkeypatch.setattr(links, "_collective", lambda kind, part, group, device, worker: lambda: part)
+    monkeypatch.setattr(link_speed, "_collective", lambda kind, part, group, device, worker: lambda: part)
     bench = Known(lambda part: 30e-6 + 2 * (members - 1) * 4 * part / 10e9)
     group: Any = None
-    measured = links._times(
-        bench, ALONE, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, silent)
+    measured = link_speed._times(
+        bench, ALONE, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, no_progress)
     )
     found = fit_collective("all_reduce", members, *measured)
     assert (found.latency, found.bandwidth) == (pytest.approx(30e-6), pytest.approx(10e9))

@@ -30,7 +30,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from shardwise.mesh import Worker, leave, open_rendezvous_store
-from shardwise.resilience.server import start_server
+from shardwise.resilience.fork_server import start_server
 
 SECONDS = 120.0
 MOST_THREADS = 16

@@ -12,8 +12,8 @@ from shardwise.resilience.channel import (
     LINE_BYTES,
     Channel,
     Credentials,
-    NotOurs,
-    TooLong,
+    MessageTooLong,
+    UntrustedMessage,
     admit,
     answer,
     greeting,
@@ -39,13 +39,13 @@ def test_messages_go_both_ways() -> None:
     "other", [Credentials("run", b"another secret"), Credentials("another run", OURS.secret)]
 )
 def test_another_secret_or_another_run_is_not_admitted(other: Credentials) -> None:
-    with pytest.raises(NotOurs, match="the wrong secret"):
+    with pytest.raises(UntrustedMessage, match="the wrong secret"):
         connected(host=other)
 
 
 def test_an_answer_counts_for_its_own_greeting_only() -> None:
     answered, _ = answer(OURS, greeting())
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedMessage):
         admit(OURS, greeting(), answered)
 
 
@@ -53,18 +53,18 @@ def test_a_line_is_taken_once_on_one_connection_in_one_direction() -> None:
     leader, host = connected()
     line = host.line("done")
     assert leader.message(line) == "done"
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedMessage):
         leader.message(line)
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedMessage):
         host.message(line)
     other_leader, _ = connected()
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedMessage):
         other_leader.message(line)
 
 
 def test_a_leader_that_does_not_know_the_secret_gives_no_orders() -> None:
     _, host = connected()
-    with pytest.raises(NotOurs):
+    with pytest.raises(UntrustedMessage):
         host.message(Channel(b"a key that somebody made up", "leader").line("stop"))
 
 
@@ -74,16 +74,16 @@ def test_no_changed_line_is_taken() -> None:
         leader, host = connected()
         line = bytearray(host.line({"host": "b", "step": 7}))
         line[draw.randrange(len(line) - 1)] ^= 1 << draw.randrange(8)
-        with pytest.raises(NotOurs):
+        with pytest.raises(UntrustedMessage):
             leader.message(bytes(line))
 
 
 def test_a_bomb_is_cut_off_and_a_long_message_is_not_sent() -> None:
     leader, host = connected()
-    with pytest.raises(NotOurs, match="no message"):
+    with pytest.raises(UntrustedMessage, match="no message"):
         leader.message(host.line("x" * (1 << 23)))  # 8 MiB, 11 KiB when compressed
     noise = random.Random(1).randbytes(LINE_BYTES).hex()
-    with pytest.raises(TooLong):
+    with pytest.raises(MessageTooLong):
         host.line(noise)
 
 

@@ -24,22 +24,21 @@ from shardwise.config import Recovery
 from shardwise.errors import RunFailed, Unreadable, UserError
 from shardwise.resilience import host as host_module
 from shardwise.resilience.channel import LINE_BYTES, Channel
+from shardwise.resilience.fork_server import server_pid, start_server
 from shardwise.resilience.host import Host
-from shardwise.resilience.host_link import HostLink
-from shardwise.resilience.messages import Done, Failed, Progress, Signalled, Waiting
-from shardwise.resilience.process import WorkerProcess
-from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
-from shardwise.resilience.team import Bounds, Fault, Lead, Member, Orders, Refusal, Report, Team
+from shardwise.resilience.team import Bounds, Fault, Leader, Member, Orders, Refusal, Report, Team
+from shardwise.resilience.worker_link import HostLink
+from shardwise.resilience.worker_messages import Done, Failed, Progress, Signalled, Waiting
+from shardwise.resilience.worker_process import WorkerProcess
 
-pytestmark = pytest.mark.usefixtures(
-    "signals_as_before"
-)  # a host leaves them ignored: its process is about to end
+# A host leaves signals ignored, because its process is about to end.
+pytestmark = pytest.mark.usefixtures("signals_as_before")
 Events = list[tuple[str, dict[str, Any]]]
 
 
 def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host, Events]:
-    start_server(["shardwise.resilience.host_link"])
+    start_server(["shardwise.resilience.worker_link"])
     events: Events = []
     host = Host(
         name="here",
@@ -47,7 +46,7 @@ def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host,
         start=partial(work, str(folder), deeds),
         recovery=Recovery(hang_seconds=1.0),
         logs=folder,
-        lead=Lead(Bounds(workers, workers), plan_for, 3, lambda: 0),
+        leader=Leader(Bounds(workers, workers), plan_for, 3, lambda: 0),
         record=lambda event, **facts: events.append((event, facts)),
         newest_saved=lambda: int(saved.read_text()) if (saved := folder / "saved").exists() else None,
     )
@@ -325,7 +324,7 @@ def test_a_save_may_take_as_long_as_it_needs(phase: Any, hangs: bool) -> None:
 
 def _forked(work: Any) -> tuple[Any, Any]:
     """A process that does this with one end of a pipe, and the other end."""
-    start_server(["shardwise.resilience.host_link"])
+    start_server(["shardwise.resilience.worker_link"])
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     worker = context.Process(target=work, args=(theirs,), daemon=True)
@@ -353,9 +352,9 @@ def test_a_run_that_waits_for_workers_says_so(
 ) -> None:
     monkeypatch.setattr(host_module, "SAY_SECONDS", 0.2)
     host, _ = a_host(tmp_path, {})
-    assert host.lead is not None
-    host.lead.bounds = Bounds(3, 3)
-    threading.Timer(1.0, lambda: setattr(host.lead, "bounds", Bounds(2, 2))).start()
+    assert host.leader is not None
+    host.leader.bounds = Bounds(3, 3)
+    threading.Timer(1.0, lambda: setattr(host.leader, "bounds", Bounds(2, 2))).start()
     assert host.run() == 0
     assert capsys.readouterr().err == "waiting for workers: 2 are there, at least 3 are needed\n"
 
@@ -381,7 +380,7 @@ def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "shardwise.resilience.process.start_process", lambda process, seconds, given_up: False
+        "shardwise.resilience.worker_process.start_process", lambda process, seconds, given_up: False
     )
     monkeypatch.setattr(host_module, "SILENT_SERVER_SECONDS", -1.0)
     host, events = a_host(tmp_path, {})
@@ -392,7 +391,7 @@ def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(
     assert [event for event, _ in events].count("slot_rests") == 2
 
 
-class PretendedRendezvous:
+class PretendedLeaderServer:
     """Another host that calls, and what it was told."""
 
     def __init__(self, when_called: Callable[[], None]) -> None:
@@ -422,13 +421,14 @@ class PretendedRendezvous:
 def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_path: Path, why: str) -> None:
     host, _ = a_host(tmp_path, {})
     stop = partial(os.kill, os.getpid(), signal.SIGTERM) if why == "a signal" else list
-    others = PretendedRendezvous(stop)
-    host.others = cast(
-        Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False)
+    server = PretendedLeaderServer(stop)
+    host.leadership = cast(
+        Any,
+        SimpleNamespace(leader_server=server, check=lambda: None, is_lost=lambda: False),
     )
     if why == "a signal":
         assert host.run() == RESUME_ME
-        assert (others.told[-1].wish, others.told[-1].status, others.told[-1].message) == (
+        assert (server.told[-1].wish, server.told[-1].status, server.told[-1].message) == (
             "end",
             RESUME_ME,
             "",
@@ -437,14 +437,14 @@ def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_
         host.start = partial(_cannot_start, "user")
         with pytest.raises(UserError):
             host.run()
-        assert (others.told[-1].wish, others.told[-1].status) == ("end", UserError.status)
-        assert "the data is gone" in others.told[-1].message
+        assert (server.told[-1].wish, server.told[-1].status) == ("end", UserError.status)
+        assert "the data is gone" in server.told[-1].message
 
 
 def test_a_host_that_takes_over_reports_the_address_that_it_has_by_then(tmp_path: Path) -> None:
     host, _ = a_host(tmp_path, {})
-    host.others = cast(
-        Any, SimpleNamespace(address="10.0.0.7", silence=lambda: 0.0, take_over=lambda: host.lead)
+    host.leadership = cast(
+        Any, SimpleNamespace(address="10.0.0.7", silence=lambda: 0.0, take_over=lambda: host.leader)
     )
     host._on_leader_unreachable()
     assert host._report().address == "10.0.0.7"
@@ -454,14 +454,15 @@ def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host, events = a_host(tmp_path, {})
-    others = PretendedRendezvous(list)
+    server = PretendedLeaderServer(list)
 
     def refuse() -> None:
-        others.refusals.append(Refusal("c", 2, "host c was started with another job"))
+        server.refusals.append(Refusal("c", 2, "host c was started with another job"))
 
     after_three_steps(tmp_path, refuse)
-    host.others = cast(
-        Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False)
+    host.leadership = cast(
+        Any,
+        SimpleNamespace(leader_server=server, check=lambda: None, is_lost=lambda: False),
     )
     assert host.run() == 0
     assert events == [("refused", {"host": "c", "cause": "host c was started with another job"})]
@@ -470,7 +471,7 @@ def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(
 
 def test_a_host_that_does_not_lead_offers_a_slot_once_a_worker_has_come_up_in_it(tmp_path: Path) -> None:
     host, _ = a_host(tmp_path, {})
-    host.lead = None
+    host.leader = None
     assert host._report().slots == ()
     worker = WorkerProcess(1, multiprocessing.Process(), multiprocessing.Pipe()[0])
     host._hear(worker, Waiting())

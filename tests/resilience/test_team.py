@@ -13,12 +13,12 @@ from shardwise.plan import Plan
 from shardwise.resilience import team as team_module
 from shardwise.resilience.channel import LINE_BYTES, Channel
 from shardwise.resilience.team import (
+    FIRST_TEAM_SECONDS,
     LOST_SECONDS,
-    PATIENCE_SECONDS,
     SETTLE_SECONDS,
     Bounds,
     Fault,
-    Lead,
+    Leader,
     Member,
     Orders,
     Refusal,
@@ -35,8 +35,8 @@ def even_numbers(devices: int) -> Plan | None:
     return any_number(devices // 2 * 2)
 
 
-def lead(least: int, most: int, make_plan: Any = any_number, attempts: int = 3) -> Lead:
-    return Lead(Bounds(least, most), make_plan, attempts, port=lambda: 5)
+def lead(least: int, most: int, make_plan: Any = any_number, attempts: int = 3) -> Leader:
+    return Leader(Bounds(least, most), make_plan, attempts, port=lambda: 5)
 
 
 def host(name: str, slots: int, **facts: Any) -> Report:
@@ -51,9 +51,9 @@ def fault(generation: int, step: int = 4, **facts: Any) -> Fault:
     )
 
 
-def decide(judge: Lead, now: float, *reports: Report) -> Orders:
+def decide(judge: Leader, now: float, *reports: Report) -> Orders:
     for report in reports:
-        judge.hear(report, now)
+        judge.receive_report(report, now)
     return judge.decide(now)
 
 
@@ -80,16 +80,18 @@ def test_the_first_team_starts_once_all_workers_are_there() -> None:
 def test_an_elastic_run_waits_a_while_for_the_rest_and_then_starts_without_them() -> None:
     judge = lead(2, 4)
     assert decide(judge, 0, host("a", 2)).team is None
-    assert decide(judge, PATIENCE_SECONDS - 1, host("a", 2)).team is None
-    assert len(team_of(decide(judge, PATIENCE_SECONDS + 1, host("a", 2)))) == 2
+    assert decide(judge, FIRST_TEAM_SECONDS - 1, host("a", 2)).team is None
+    assert len(team_of(decide(judge, FIRST_TEAM_SECONDS + 1, host("a", 2)))) == 2
 
 
 def test_a_layout_that_leaves_fewer_workers_than_the_minimum_at_work_is_not_begun() -> None:
     judge = lead(3, 4, even_numbers)
-    assert decide(judge, PATIENCE_SECONDS + 1, host("a", 3)).team is None
-    assert decide(judge, 3 * PATIENCE_SECONDS, host("a", 3)).team is None, "of three workers two would train"
-    assert judge.lacks is not None
-    assert len(team_of(decide(judge, 3 * PATIENCE_SECONDS + 1, host("a", 4)))) == 4
+    assert decide(judge, FIRST_TEAM_SECONDS + 1, host("a", 3)).team is None
+    assert decide(judge, 3 * FIRST_TEAM_SECONDS, host("a", 3)).team is None, (
+        "of three workers two would train"
+    )
+    assert judge.missing is not None
+    assert len(team_of(decide(judge, 3 * FIRST_TEAM_SECONDS + 1, host("a", 4)))) == 4
 
 
 def test_a_worker_that_died_is_replaced_at_once_in_the_next_generation() -> None:
@@ -187,7 +189,7 @@ def test_a_run_that_needs_all_waits_for_the_lost_host() -> None:
     assert [member.host for member in team_of(orders)] == ["a", "a", "c", "c"]
 
 
-def lost_and_back() -> tuple[Lead, float]:
+def lost_and_back() -> tuple[Leader, float]:
     judge = lead(2, 4)
     decide(judge, 0, host("a", 2), host("b", 2))
     now = LOST_SECONDS + 1
@@ -214,7 +216,7 @@ def test_a_host_that_comes_back_is_taken_in_after_a_step_and_a_save() -> None:
 def test_workers_that_no_layout_can_use_do_not_disturb_a_team() -> None:
     judge = lead(2, 4, even_numbers)
     decide(judge, 0, host("a", 2))
-    decide(judge, PATIENCE_SECONDS + 1, host("a", 2))
+    decide(judge, FIRST_TEAM_SECONDS + 1, host("a", 2))
     for now in range(40, 60):
         orders = decide(judge, now, host("a", 2, generation=1, idle=False, step=now), host("b", 1))
     assert orders.wish == "work"
@@ -394,9 +396,9 @@ def test_faults_on_other_machines_count_from_when_they_are_heard_of(monkeypatch:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 1), host("b", 1))
     of_a_clock_that_is_ahead = fault(1, at=5000.0)
-    judge.hear(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 1, from_afar=True)
+    judge.receive_report(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 1, from_afar=True)
     monkeypatch.setattr(team_module, "present_time", lambda: 1003.0)
-    judge.hear(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 2, from_afar=True)
+    judge.receive_report(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 2, from_afar=True)
     orders = decide(judge, 2, host("a", 1, generation=1))
     assert orders.team is not None
     assert orders.team.fault == replace(of_a_clock_that_is_ahead, at=1000.0)
@@ -436,7 +438,7 @@ def test_the_wait_for_a_lost_host_is_part_of_the_recovery_from_its_loss(
     assert (orders.team.fault.at, orders.team.formed) == (lost_at, 1100.0)
 
 
-def seconds_of(judge: Lead, seconds: range, *reports: Report) -> Orders:
+def seconds_of(judge: Leader, seconds: range, *reports: Report) -> Orders:
     """The last orders after these hosts, and no others, have called four times a second."""
     for quarter in range(4 * seconds.start, 4 * seconds.stop):
         orders = decide(judge, quarter / 4, *reports)
@@ -461,9 +463,8 @@ def test_hosts_that_die_at_once_cost_one_attempt(
         generation = judge.orders.team.generation
         word = fault(1, step=8, echo=first_word == "an echo", at=5.0, rank=0)
         faults = (word,) if now[0] >= 5 and first_word != "none" and generation == 1 else ()
-        calling = (
-            alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]
-        )  # c calls once more than b
+        # Host c calls once more than host b.
+        calling = alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]
         reports = [
             host(name, 2, generation=generation, step=7, faults=faults if name == "a" else ())
             for name in calling
@@ -516,11 +517,11 @@ def test_a_lost_leader_costs_one_attempt() -> None:
     assert len(second.faults) == 1
 
 
-def with_a_newcomer(attempts: int = 2) -> tuple[Lead, Team]:
+def with_a_newcomer(attempts: int = 2) -> tuple[Leader, Team]:
     """A run of two hosts that has done steps, and the team that it forms with a third."""
     judge = lead(2, 6, attempts=attempts)
     decide(judge, 0, host("a", 2), host("b", 2))
-    decide(judge, PATIENCE_SECONDS, host("a", 2), host("b", 2))
+    decide(judge, FIRST_TEAM_SECONDS, host("a", 2), host("b", 2))
     at_work = [host(name, 2, generation=1, idle=False, step=7) for name in "ab"]
     orders = seconds_of(judge, range(31, 34), *at_work, host("c", 2))
     assert orders.wish == "regroup"

@@ -16,9 +16,8 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
-from shardwise.observe.report import render
+from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
-from shardwise.parallel import is_compiled
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
 from shardwise.search.search import work_of
@@ -112,7 +111,7 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
         "of the last update"
     )
     assert torch.equal(transposed.T.float(), kept.float())
-    monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
+    monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
     in_each = training(corpus, model)
     assert [step.loss for step in steps(in_each)] == losses
     assert not in_each.parallel.scales.kept
@@ -125,7 +124,7 @@ def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cas
     compiled blocks."""
     model = {**MODEL, "layers": 1}
     losses = [step.loss for step in steps(training(corpus, model, steps=2, compile=True))]
-    monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
+    monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
     assert [step.loss for step in steps(training(corpus, model, steps=2, compile=True))] == losses
 
 
@@ -299,9 +298,11 @@ def test_blocks_are_not_compiled_where_the_plan_splits_backward(
     corpus: str, schedule: str, compiled: bool
 ) -> None:
     """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
-    config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
+    model = {**MODEL, "layers": 4}
+    config = from_tables(job(corpus, model=model, train={"precision": "float8", "compile": True}))
     layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
-    assert is_compiled(config, layout, torch.device("cpu")) is compiled
+    plan = choose(config.model_copy(update={"layout": layout}), 2)
+    assert plan.is_compiled("cpu") is compiled
 
 
 def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:

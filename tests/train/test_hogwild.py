@@ -23,8 +23,8 @@ from shardwise.drivers.lock_free import LockFree
 from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker, join
 from shardwise.optim import update
-from shardwise.parallel import check_module
 from shardwise.train.build import Training, restore, save
+from shardwise.train.check_module import check_module
 from shardwise.train.sources import forward_backward
 from shardwise.train.steps import Step, divisor, gradient_norm, steps
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint import checkpoints
 from shardwise.config import from_tables
 from shardwise.errors import RunFailed
 from shardwise.plan import choose
-from shardwise.resilience.host_link import NoHost
+from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import restore
 from shardwise.train.run import run
 from shardwise.train.steps import steps
@@ -83,7 +83,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(corpus: str, tmp_pat
     tables = job(corpus, train=train, checkpoint={"every": 1, "keep": 20}, run={"folder": str(tmp_path)})
     config = from_tables(tables)
     with pytest.raises(RunFailed, match="The weights were not touched, and checkpoints are kept"):
-        run(config, NoHost(ALONE, choose(config, 1)))
+        run(config, WorkerLink(ALONE, choose(config, 1)))
     saved = checkpoints(tmp_path / "checkpoints")
     assert saved
     training = start(ALONE, tables)

@@ -12,8 +12,8 @@ from ranks.pool import Pool
 from shardwise.config import from_tables
 from shardwise.mesh import Worker
 from shardwise.plan import choose
-from shardwise.resilience.host_link import NoHost
-from shardwise.resilience.messages import Phase
+from shardwise.resilience.worker_link import WorkerLink
+from shardwise.resilience.worker_messages import Phase
 from shardwise.train.build import save
 from shardwise.train.run import run
 from shardwise.train.steps import steps
@@ -40,7 +40,7 @@ def test_copies_are_compared_while_a_save_goes_on(
     assert ranks(2).run(check_while_saving, tables) == [list(range(1, 13))] * 2
 
 
-class Phases(NoHost):
+class Phases(WorkerLink):
     """Notes what a worker tells its host of."""
 
     def __init__(self, *arguments: object) -> None:

@@ -13,7 +13,7 @@ from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import from_tables
 from shardwise.mesh import Worker
 from shardwise.plan import choose
-from shardwise.resilience.host_link import NoHost
+from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.run import run
 from shardwise.train.steps import steps
 
@@ -58,7 +58,7 @@ def test_a_run_saves_every_so_many_minutes_unless_it_counts_steps(
         corpus, train={"steps": 3}, checkpoint={"keep": 9, **checkpoint}, run={"folder": str(tmp_path)}
     )
     config = from_tables(tables)
-    assert run(config, NoHost(ALONE, choose(config, 1))) == 0
+    assert run(config, WorkerLink(ALONE, choose(config, 1))) == 0
     assert sorted(map(step_of, checkpoints(tmp_path / "checkpoints"))) == saved
     header = " ".join(capsys.readouterr().err.split())
     assert f" saving {says}" in header

@@ -127,7 +127,7 @@ def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        parallel = parallelise(config, plan, Comm(join(worker, plan.layout)))
+        parallel = parallelise(plan, Comm(join(worker, plan.layout)))
     own = own_slices(parallel)
     for name, parameter in parallel.named_parameters():
         lengths = tuple(part.stop - part.start for part in own[name])

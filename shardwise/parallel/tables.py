@@ -1,0 +1,24 @@
+"""The sharding table of a model, as the model has it, and which of its modules are tables of vectors."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.errors import UserError
+from shardwise.models import Sharding
+from shardwise.models.own import name_of
+
+LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weight is a table of vectors."""
+
+
+def table_of(model: nn.Module) -> Sharding:
+    """Return the sharding table of a model; an empty one where it has none."""
+    table = getattr(model, "sharding", None)
+    if table is None:
+        return Sharding(modules={})
+    if not isinstance(table, Sharding):
+        raise UserError(
+            f"{name_of(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding"
+        )
+    return table

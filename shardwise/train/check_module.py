@@ -1,0 +1,333 @@
+"""What a user's own module must have for the layout that is asked of it, checked before any worker starts.
+
+The transformer's table is held right by tests; a table that someone has just written is not. A wrong role
+shows in `shardwise verify`; what can be seen without computing is refused here: weights without an entry,
+entries without a module, weights that no pipeline stage would own, heads that do not divide, a forward that
+lacks an argument it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from inspect import signature
+from traceback import extract_tb
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Config, Layout
+from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
+from shardwise.config.own_module import without_table
+from shardwise.config.parameters import OwnParameters
+from shardwise.drivers.registry import driver_of
+from shardwise.errors import ConfigError, UserError
+from shardwise.models import (
+    MixtureOfExperts,
+    Sharding,
+    begins_otherwise,
+    build_own,
+    check_first_value,
+    count_items,
+    counts_items,
+    lost_values,
+    matches,
+)
+from shardwise.models.own import accepted, name_of
+from shardwise.parallel import build_plain
+from shardwise.parallel.tables import LOOKED_UP, table_of
+from shardwise.parallel.tensor import missing_entry, unfit
+from shardwise.plan import ModelSpec
+from shardwise.plurals import counted
+
+AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules that compute with statistics of the rows at hand."""
+
+
+_GIVE_VALUES = (
+    "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
+)
+
+
+def check_module(config: Config, layout: Layout) -> None:
+    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where
+    there is none."""
+    if config.model.module is not None:
+        _check(build_plain(ModelSpec.of(config)), config, layout)
+
+
+def check_first_values(config: Config) -> Iterator[str]:
+    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen
+    weights that begin at random because nothing gives them a value, and values that the constructor gives and
+    that are not kept."""
+    model, seed = build_plain(ModelSpec.of(config)), config.train.seed
+    frozen: list[str] = []
+    if hasattr(model, "initial_value"):
+        check_first_value(model, seed)
+    else:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        yield (
+            f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
+            f"{_GIVE_VALUES}"
+        )
+    given = lost_values(lambda: build_own(config.model), seed)
+    lost = [
+        name
+        for name, value in given.items()
+        if name not in frozen and begins_otherwise(model, name, value, seed)
+    ]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        yield (
+            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights "
+            f"begin as shardwise "
+            f"draws them. {_GIVE_VALUES}"
+        )
+
+
+def count_parameters(config: Config) -> OwnParameters | None:
+    """Of a user's own module; None: there is none, and the configuration tells."""
+    if config.model.module is None:
+        return None
+    parameters = list(build_plain(ModelSpec.of(config)).parameters())
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    return OwnParameters(sum(parameter.numel() for parameter in parameters), frozen)
+
+
+def embedded_ids(config: Config) -> int | None:
+    """How many token ids a user's own module looks up; None where no sharding table says which module
+    does."""
+    model = build_plain(ModelSpec.of(config))
+    table, modules = table_of(model), dict(model.named_modules())
+    rows = [
+        module.num_embeddings
+        for path, module in modules.items()
+        if isinstance(module, nn.Embedding) and (role := table.role(path)) and role.kind == "vocabulary"
+    ]
+    return min(rows, default=None)
+
+
+def _check(model: nn.Module, config: Config, layout: Layout) -> None:
+    """Raise all that is wrong with the module, as built without memory, and with its table on this layout."""
+    table = table_of(model)
+    of_table = (_tensor, _pipeline, _context) if getattr(model, "sharding", None) is not None else ()
+    rules = (_plain, _table, *of_table, _experts)
+    problems = [problem for rule in rules for problem in rule(model, table, config, layout)]
+    if problems:
+        raise (
+            UserError(problems[0])
+            if len(problems) == 1
+            else ConfigError(f"model.module = {config.model.module!r}", problems)
+        )
+    _call(model, config)
+
+
+def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name, train = name_of(model), config.train
+    frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        found = (
+            f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn"
+            if frozen
+            else "it has none"
+        )
+        yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
+    if frozen:
+        yield from driver_of(config).problems_of_frozen(name, frozen[0])
+    if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
+        dtype = model.get_parameter(odd[0]).dtype
+        yield (
+            f"{name}: the parameter {odd[0]} is of {dtype}, and weights are floating-point numbers; make it "
+            f"a buffer"
+        )
+    if stateful := [
+        path
+        for path, part in model.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]:
+        part = ".".join(filter(None, (stateful[0], "get_extra_state")))
+        yield (
+            f"{name}: {part} gives what no checkpoint holds, so it would be lost; keep it in buffers, or "
+            f"leave the method out"
+        )
+    if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
+        yield (
+            f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have "
+            f"none while a module "
+            "is built. Make it a parameter with requires_grad=False, whose values come from "
+            "initial_value(name, shape, seed)"
+        )
+    averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
+    if averaging and layout.world > 1:
+        yield (
+            f"{name}: {averaging[0]} is {name_of(model.get_submodule(averaging[0]))}, "
+            "whose statistics are of one device's rows: "
+            "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
+        )
+    sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
+    if sparse and driver_of(config).sums_gradients(layout):
+        yield (
+            f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
+            f"train on one device, or "
+            "use train.driver = 'hogwild'"
+        )
+    if config.data.reset_attention and "documents" not in accepted(model):
+        yield (
+            f"data.reset_attention = true (as conversations need it): {name}.forward has no argument "
+            f"`documents`, so tokens "
+            "would see other documents"
+        )
+    if table.blocks is None:
+        needing = {"recompute": train.recompute != "none", "compile": train.compile is True}
+        yield from (
+            f"train.{key} = {getattr(train, key)!r}: works block by block, and no sharding table names the "
+            f"`blocks` of {name}"
+            for key, asked in needing.items()
+            if asked
+        )
+
+
+def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name = name_of(model)
+    if getattr(model, "sharding", None) is None:
+        yield from without_table(name, layout)
+    paths = [path for path, _ in model.named_modules()]
+    patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
+    for pattern in patterns:
+        if not any(matches(pattern, path) for path in paths):
+            yield (
+                f"the sharding table of {name} names {pattern!r}, which is no module; a * stands for one "
+                f"part of a path"
+            )
+
+
+def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if layout.tensor == 1:
+        return
+    for path, module in model.named_modules():
+        role, owned = table.role(path), [name for name, _ in module.named_parameters(recurse=False)]
+        if role is None:
+            if owned:
+                yield missing_entry(path, owned)
+        elif role.parts and not (splits_evenly if role.gather else splits_or_repeats)(
+            role.parts, layout.tensor
+        ):
+            yield (
+                f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated "
+                f"evenly over it"
+            )
+        elif problem := unfit(role, module):
+            yield f"{path}: {problem}"
+
+
+def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if layout.pipeline == 1:
+        return
+    name = name_of(model)
+    if table.blocks is None:
+        yield (
+            f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut "
+            f"into stages"
+        )
+        return
+    paths = dict(model.named_modules())
+    for path in (table.blocks, *table.first, *table.last):
+        if path not in paths and not _is_none(model, path):
+            yield (
+                f"the sharding table of {name} names {path!r} among blocks, first or last, and there is no "
+                f"such module"
+            )
+            return
+    blocks = [key for key, _ in paths[table.blocks].named_children()]
+    if blocks != [str(number) for number in range(config.model.layers)]:
+        asked = f"model.layers = {config.model.layers}"
+        yield (
+            f"{name}.{table.blocks} has {counted(len(blocks), 'module')}; a pipeline needs an nn.ModuleList "
+            f"of {asked}"
+        )
+    owners = (table.blocks, *table.first, *table.last)
+    for parameter, _ in model.named_parameters(remove_duplicate=False):
+        if not any(parameter.startswith(f"{owner}.") for owner in owners):
+            yield (
+                f"layout.pipeline = {layout.pipeline}: {parameter} is in none of the modules that the "
+                f"sharding table of "
+                f"{name} names as blocks, first or last, so no stage would own it"
+            )
+    yield from _untied(model, table)
+
+
+def _untied(model: nn.Module, table: Sharding) -> Iterator[str]:
+    """A weight that two modules share must be in `tied`, where the two are on different stages."""
+    original: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = original.setdefault(parameter, name)
+        if name != first and table.tied.get(name) != first:
+            yield (
+                f"{name} is the same weight as {first}: say so in the sharding table, tied={{{name!r}: "
+                f"{first!r}}}"
+            )
+
+
+def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if layout.context == 1:
+        return
+    name = name_of(model)
+    if table.mixing is None:
+        yield (
+            f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "
+            f"where tokens meet"
+        )
+    if "positions" not in accepted(model):
+        yield (
+            f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a "
+            f"device's tokens"
+        )
+
+
+def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if config.model.experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+        yield (
+            f"model.experts = {config.model.experts}: {name_of(model)} has no "
+            f"shardwise.models.MixtureOfExperts; leave it out"
+        )
+
+
+def _call(model: nn.Module, config: Config) -> None:
+    """See what forward returns, and what is counted. Not everything runs without values: such a forward is
+    left to the first step to judge."""
+    model.to("meta")
+    ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
+    more = {"documents": ids} if config.data.reset_attention else {}
+    _try(lambda: model(ids, ids, **more))
+    if counts_items(model):
+        try:
+            signature(model.count_items).bind(ids, ids)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise UserError(
+                f"{name_of(model)}.count_items: {error}; it is called with (inputs, targets)"
+            ) from None
+        _try(lambda: count_items(model, ids, ids))
+
+
+def _try(call: Callable[[], Tensor]) -> None:
+    """Only what a check of ours has to say of it counts."""
+    try:
+        call()
+    except UserError:
+        raise
+    except SystemExit as error:
+        left = extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{left.filename}, line {left.lineno}: sys.exit({error.code}) would end the run; raise an error"
+        ) from error
+    except Exception:
+        return
+
+
+def _is_none(model: nn.Module, path: str) -> bool:
+    """Whether the model has such a part, left out in this configuration."""
+    parent, _, name = path.rpartition(".")
+    try:
+        return getattr(model.get_submodule(parent), name, model) is None
+    except AttributeError:
+        return False
