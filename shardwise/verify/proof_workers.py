@@ -1,10 +1,10 @@
 """Local processes for a proof, which start within milliseconds and always end together.
 
 A proof takes seconds, and so does importing torch in a process. So one server imports torch once, and every
-worker is forked from it, which takes milliseconds each (resilience/forked_process.py). The process of the proof need
-not import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
-*arguments)`, given as "module:function" so that it need not be imported here. The workers of a task connect
-to each other at a new port, and their results are returned in rank order.
+worker is forked from it, which takes milliseconds each (resilience/forked_process.py). The process of the
+proof need not import torch at all. Workers stay for the few tasks of a proof. A task is a function
+`task(worker, *arguments)`, given as "module:function" so that it need not be imported here. The workers of a
+task connect to each other at a new port, and their results are returned in rank order.
 
 However many workers there are, each computes with one thread: sixteen workers on two cores take turns.
 

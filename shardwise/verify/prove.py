@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import AXES, Config
-from shardwise.data import Dataset, check_vocabulary
+from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.errors import UserError
 from shardwise.plurals import counted
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
