@@ -3,7 +3,7 @@ do."""
 
 from shardwise.checkpoint.folder import (
     Manifest,
-    checkpoint_folder,
+    Resume,
     checkpoints,
     hold,
     read_manifest,
@@ -14,7 +14,7 @@ from shardwise.checkpoint.folder import (
 
 __all__ = [
     "Manifest",
-    "checkpoint_folder",
+    "Resume",
     "checkpoints",
     "hold",
     "read_manifest",

@@ -31,7 +31,7 @@ from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, Valid
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.storage import Storage, parent, storage
-from shardwise.config import Config, Model
+from shardwise.config import Model
 from shardwise.config.check import problems_across
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, read_sealed, seal
@@ -183,9 +183,16 @@ def _decode(content: bytes, where: Storage) -> Manifest:
     return manifest
 
 
-def checkpoint_folder(config: Config) -> str:
-    """Where the checkpoints of a job are."""
-    return config.checkpoint.folder or str(Path(config.run.folder) / "checkpoints")
+@dataclass(frozen=True)
+class Resume:
+    """Which checkpoint a run starts from."""
+
+    folder: str
+    """The folder of the run's checkpoints."""
+    wanted: str
+    """`auto`: the newest in that folder, if any; `never`: none; or the path of a checkpoint."""
+    model: Model
+    """The model that the checkpoint must hold."""
 
 
 def step_of(address: str) -> int:
@@ -209,37 +216,37 @@ def checkpoints(folder: str | Path) -> list[str]:
     ]
 
 
-def to_resume(config: Config) -> str | None:
-    """The checkpoint this job will start from as far as manifests can tell, checked to belong to it; None for
-    a fresh start.
+def to_resume(resume: Resume) -> str | None:
+    """Return the checkpoint that a run will start from, as far as manifests can tell, checked to belong to
+    it; None for a fresh start.
 
     It reads no tensors, so that it can be asked before any worker starts. The workers then look at every byte
     (`Checkpointer.choose_checkpoint`), and may go back to an older one.
     """
-    candidates = resume_candidates(config)
+    candidates = resume_candidates(resume)
     reasons = []
     for address in candidates:
         try:
             manifest = read_manifest(address)
         except UserError as error:
-            if config.checkpoint.resume != "auto":
+            if resume.wanted != "auto":
                 raise
             reasons.append(str(error))
             continue
-        check_same_model(address, manifest, config.model)
+        check_same_model(address, manifest, resume.model)
         return address
     if candidates:
-        raise none_is_whole(checkpoint_folder(config), reasons)
+        raise none_is_whole(resume.folder, reasons)
     return None
 
 
-def resume_candidates(config: Config) -> list[str]:
-    """The checkpoints this job may start from, the best first."""
-    wanted = config.checkpoint.resume
+def resume_candidates(resume: Resume) -> list[str]:
+    """Return the checkpoints that a run may start from, the best first."""
+    wanted = resume.wanted
     if wanted == "never":
         return []
     if wanted == "auto":
-        return checkpoints(checkpoint_folder(config))[::-1]
+        return checkpoints(resume.folder)[::-1]
     if not storage(wanted).names():
         raise UserError(
             f"checkpoint.resume = {wanted!r}: no such folder; give a step-N folder, 'auto' or 'never'"

@@ -38,8 +38,8 @@ from shardwise.checkpoint.dcp import DcpReader, load_planner
 from shardwise.checkpoint.folder import (
     MANIFEST,
     Manifest,
+    Resume,
     check_same_model,
-    checkpoint_folder,
     checkpoints,
     none_is_whole,
     prune,
@@ -52,7 +52,7 @@ from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
-from shardwise.config import Config, Layout
+from shardwise.config import Layout
 from shardwise.errors import RunFailed, Unreadable, UserError
 from shardwise.files import is_temporary
 from shardwise.mesh import Mesh
@@ -236,12 +236,12 @@ class Checkpointer:
             self._committing.release()
         self._in_flight = None
 
-    def choose_checkpoint(self, config: Config) -> ResumeCheckpoint:
+    def choose_checkpoint(self, resume: Resume) -> ResumeCheckpoint:
         """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the
         files, to see that they are what was saved. A damaged checkpoint is skipped for an older one, unless
         it was asked for by its path.
         """
-        candidates = _patiently(lambda: self._from_main(lambda: resume_candidates(config)))
+        candidates = _patiently(lambda: self._from_main(lambda: resume_candidates(resume)))
         skipped: list[tuple[str, str]] = []
         for address in candidates:
             try:
@@ -249,22 +249,21 @@ class Checkpointer:
             except Unreadable:  # it may be whole, and newer than all others
                 raise
             except UserError as error:
-                if config.checkpoint.resume != "auto":
+                if resume.wanted != "auto":
                     raise
                 skipped.append((address, str(error)))
                 continue
-            check_same_model(address, manifest, config.model)
+            check_same_model(address, manifest, resume.model)
             return ResumeCheckpoint(address, tuple(skipped))
         if skipped:
-            raise none_is_whole(checkpoint_folder(config), [reason for _, reason in skipped])
+            raise none_is_whole(resume.folder, [reason for _, reason in skipped])
         return ResumeCheckpoint(None)
 
-    def newest_step(self, config: Config) -> int:
-        """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
+    def newest_step(self, folder: str) -> int:
+        """Return the newest step of the checkpoints in a folder, whole or not, as rank 0 sees them; -1 if
+        there is none."""
         steps = _patiently(
-            lambda: self._from_main(
-                lambda: [step_of(address) for address in checkpoints(checkpoint_folder(config))]
-            )
+            lambda: self._from_main(lambda: [step_of(address) for address in checkpoints(folder)])
         )
         return max(steps, default=-1)
 

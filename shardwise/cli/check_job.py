@@ -85,12 +85,13 @@ def weights_problems(sections: Sections) -> Iterator[str]:
     from shardwise.checkpoint.pretrained import open_folder
     from shardwise.config import Model, whole
     from shardwise.errors import RunFailed, UserError
+    from shardwise.train.resume import resume_of
 
     model, config = sections.get("model"), whole(sections)
     if not isinstance(model, Model) or model.pretrained is None:
         return
     with suppress(UserError):  # `_resume` says what is wrong with it
-        if config and to_resume(config):
+        if config and to_resume(resume_of(config)):
             return
     try:
         open_folder(Path(model.pretrained))
@@ -124,9 +125,10 @@ def _resume(sections: Sections) -> Iterator[str]:
     mistake."""
     from shardwise.checkpoint import to_resume
     from shardwise.config import whole
+    from shardwise.train.resume import resume_of
 
     if (config := whole(sections)) and config.checkpoint.resume not in ("auto", "never"):
-        to_resume(config)
+        to_resume(resume_of(config))
     yield from ()
 
 

@@ -167,7 +167,7 @@ def _problems_of_cluster(sections: Sections) -> Iterator[str]:
     from shardwise.cost.clusters import asked_for
 
     if config := whole(sections):
-        asked_for(config)
+        asked_for(config.cluster)
     yield from ()
 
 
@@ -235,7 +235,7 @@ def _cluster(config: Config) -> Cluster:
     """The cluster that the job names; or this machine, measured once."""
     from shardwise.cost.clusters import asked_for
 
-    named = asked_for(config)
+    named = asked_for(config.cluster)
     if named is not None:
         return named
     from shardwise.cli.machine import this_machine
@@ -299,7 +299,7 @@ def _micro_batches(config: Config) -> int:
     from shardwise.cost.clusters import asked_for
     from shardwise.plan import choose, micro_batch_size
 
-    layout, cluster = config.layout, asked_for(config)
+    layout, cluster = config.layout, asked_for(config.cluster)
     devices = cluster.devices if cluster is not None else config.cluster.devices
     if layout.data < 0 and devices is not None:
         return choose(config, devices).accumulation

@@ -148,7 +148,7 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
         raise UserError(
             f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE"
         )
-    named = asked_for(config)
+    named = asked_for(config.cluster)
     if named is None:
         raise UserError(f"--cluster {path}: is not there, and the job names no cluster to make it from")
     return named

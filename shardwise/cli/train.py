@@ -106,9 +106,10 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
 @contextmanager
 def _holding(config: Config) -> Iterator[None]:
     """Make the folders of the run, and keep any other run out of them while this one lasts."""
-    from shardwise.checkpoint import checkpoint_folder, hold
+    from shardwise.checkpoint import hold
     from shardwise.errors import UserError
     from shardwise.locks import take_lock
+    from shardwise.train.resume import checkpoint_folder
 
     folder = Path(config.run.folder)
     in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
@@ -186,8 +187,9 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
+    from shardwise.train.resume import resume_of
 
-    to_resume(config)
+    to_resume(resume_of(config))
     driver, nodes = driver_of(config), node.nodes if node else 1
     leads = node is None or node.node_rank == 0
     config, crew = driver.processes(config, _crew(config, node, workers, limits), first_host=leads)
@@ -226,7 +228,7 @@ def _warn(config: Config, workers: int) -> None:
     if config.model.pretrained is not None:
         note_links(Path(config.model.pretrained))
     for doubt in doubts(
-        workers, asked_for(config) if config.model.module is None else None, config.run.device
+        workers, asked_for(config.cluster) if config.model.module is None else None, config.run.device
     ):
         typer.echo(f"warning: {doubt}", err=True)
 
@@ -244,7 +246,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
 
     if config.model.module is not None:
         return Planner(config, devices, device_memory(local_workers, config.run.device), _parameters(config))
-    cluster, file = asked_for(config), config.cluster.file
+    cluster, file = asked_for(config.cluster), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
         path = valid_cache_file(local_workers)
@@ -253,9 +255,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
             cluster, path = this_machine(local_workers)
         if path is not None:
             file = str(path)
-            cluster = asked_for(
-                config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})})
-            )
+            cluster = asked_for(config.cluster.model_copy(update={"file": file}))
     return Planner(
         config,
         devices,
@@ -277,18 +277,19 @@ def _check(planner: Planner) -> None:
         from shardwise.checkpoint import to_resume
         from shardwise.data import with_data_settings
         from shardwise.train.check_module import check_first_values, check_module
+        from shardwise.train.resume import resume_of
 
         check_module(with_data_settings(planner.config), plan.layout)
-        for warning in () if to_resume(planner.config) else check_first_values(planner.config):
+        for warning in () if to_resume(resume_of(planner.config)) else check_first_values(planner.config):
             typer.echo(f"warning: {warning}", err=True)
 
 
 def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
-    from shardwise.checkpoint import checkpoint_folder
     from shardwise.drivers.registry import driver_of
     from shardwise.observe.record_files import check_room, check_run_files
+    from shardwise.train.resume import checkpoint_folder
 
     check_room(Path(config.run.folder), "run.folder", 0)
     check_run_files(Path(config.run.folder))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardwise.config import Config
+from shardwise.config.schema import ClusterSection
 from shardwise.cost.cluster import Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.cost.device_peaks import PEAKS
@@ -200,9 +200,8 @@ def named(name: str) -> Cluster:
     return replace(_of(cluster, int(count), f"cluster.preset = {name!r}"), name=f"{base}x{int(count)}")
 
 
-def asked_for(config: Config) -> Cluster | None:
-    """The cluster that a job names, with as many devices as it says; None if it names none."""
-    asked = config.cluster
+def asked_for(asked: ClusterSection) -> Cluster | None:
+    """Return the cluster that a job names, with as many devices as it says; None if it names none."""
     if asked.file is None and asked.preset is None:
         return None
     cluster = read_cluster(Path(asked.file), CLUSTERS) if asked.file else named(str(asked.preset))

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import AXES, Config, Layout, Model, Recompute, context_attention
+from shardwise.config import AXES, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
 from shardwise.optimizers import Optimizer, from_table
@@ -250,14 +250,16 @@ def recompute_mode(recompute: str | float) -> str:
     return "none" if recompute >= 1 else "full" if recompute <= 0 else "selective"
 
 
-def space_of_layout(config: Config, layout: Layout, micro_batch: int, accumulation: int) -> Space:
-    """The one candidate that a complete layout is."""
+def space_of_layout(
+    model: Model, recompute: Recompute | float, layout: Layout, micro_batch: int, accumulation: int
+) -> Space:
+    """Return the one candidate that a complete layout is."""
     row = {name: getattr(layout, name) for name in AXES}
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)
     row["stages_per_rank"] = stages_per_rank(layout) if layout.pipeline > 1 else 1
-    row["recompute"] = RECOMPUTE.index(recompute_mode(config.train.recompute))
-    row["ring"] = int(layout.context > 1 and context_attention(config.model, layout) == "ring")
+    row["recompute"] = RECOMPUTE.index(recompute_mode(recompute))
+    row["ring"] = int(layout.context > 1 and context_attention(model, layout) == "ring")
     row["offload"] = int(layout.offload)
     return space_of([row])

@@ -48,7 +48,7 @@ def forecast(
     bucket_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
-    space = space_of_layout(config, layout, micro_batch, accumulation)
+    space = space_of_layout(config.model, config.train.recompute, layout, micro_batch, accumulation)
     work = work_of(config, bucket_bytes)
     prediction = play(work, space, cluster)
     total = float(prediction.total[0])

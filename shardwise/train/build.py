@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import compute_deterministically
-from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
+from shardwise.checkpoint import Manifest, read_manifest
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.kept import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
@@ -43,9 +43,10 @@ from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
-from shardwise.plan import Plan
+from shardwise.plan import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.shares import Shares
 
 log = logging.getLogger("shardwise")
@@ -90,6 +91,8 @@ def build(
     they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = with_data_settings(config, dataset)
+    asked = ModelSpec.of(config), config.optimizer, config.train.compile
+    assert (plan.model, plan.optimizer, plan.compile) == asked, "the plan was made for another job"
     driver, train = driver_of(config), config.train
     mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
     if train.deterministic and mesh.device.type == "cuda":
@@ -253,7 +256,7 @@ def recall(training: Training, copies: MemorySnapshots) -> bool:
     state = _state_and_random(training)
     copies.join(training.mesh, state)
     step = copies.newest(training.mesh)
-    if step is None or step < training.checkpointer.newest_step(training.config):
+    if step is None or step < training.checkpointer.newest_step(checkpoint_folder(training.config)):
         return False
     extras = copies.restore(training.mesh, step, state)
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)

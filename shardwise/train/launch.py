@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
 from shardwise import __version__
-from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
+from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.drivers.registry import driver_of
 from shardwise.files import regular_file_opener
@@ -46,6 +46,7 @@ from shardwise.resilience.leadership import Hold, Leadership
 from shardwise.resilience.team import Bounds, Leader
 from shardwise.resilience.team_store import FindPort, open_store
 from shardwise.train.planner import Planner
+from shardwise.train.resume import checkpoint_folder
 
 log = logging.getLogger("shardwise")
 

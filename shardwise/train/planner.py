@@ -136,7 +136,7 @@ def planner_of_worker(config: Config, worker: Worker) -> Planner:
 
     cluster = None
     with suppress(UserError):  # only a prediction is lost
-        cluster = asked_for(config)
+        cluster = asked_for(config.cluster)
     return Planner(
         config,
         worker.world,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import checkpoint_folder, read_manifest, set_aside
+from shardwise.checkpoint import read_manifest, set_aside
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_folder
 from shardwise.comm import EXPOSED
@@ -34,6 +34,7 @@ from shardwise.resilience.team import Team
 from shardwise.train.build import Training
 from shardwise.train.changes import changes
 from shardwise.train.describe import describe_layout, describe_run, peak_of_device
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.steps import Step
 
 log = logging.getLogger("shardwise")

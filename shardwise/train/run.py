@@ -48,6 +48,7 @@ from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
+from shardwise.train.resume import resume_of
 from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
 
@@ -135,12 +136,12 @@ def _go_on(training: Training, team: Team, copies: MemorySnapshots) -> ResumeChe
     chosen = ResumeCheckpoint(None)
     if recall(training, copies):
         if training.mesh.is_main:
-            keep_files(training, resume_candidates(config))
+            keep_files(training, resume_candidates(resume_of(config)))
         return chosen
     if team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
-        chosen = checkpointer.choose_checkpoint(_going_on(config))
+        chosen = checkpointer.choose_checkpoint(resume_of(_going_on(config)))
     if chosen.folder is None:
-        chosen = checkpointer.choose_checkpoint(config)
+        chosen = checkpointer.choose_checkpoint(resume_of(config))
     if chosen.folder:
         restore(training, chosen.folder)
     elif config.model.pretrained is not None:

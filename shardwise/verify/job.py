@@ -19,7 +19,7 @@ from shardwise.config import Config, Layout, fewest_devices, with_nearby_that_di
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
-from shardwise.plan import Plan, choose
+from shardwise.plan import ModelSpec, Plan, choose
 from shardwise.verify.shrink import shrink
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -82,7 +82,9 @@ class ProofJob:
         train = self.config.train.model_copy(
             update={**_train(self.config, self.steps, dtype), "compile": False}
         )
-        return replace(self, config=self.config.model_copy(update={"train": train}), dtype=dtype)
+        config = self.config.model_copy(update={"train": train})
+        plan = replace(self.plan, model=ModelSpec.of(config), compile=False)
+        return replace(self, config=config, plan=plan, dtype=dtype)
 
 
 def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:

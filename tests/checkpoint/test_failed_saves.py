@@ -25,6 +25,7 @@ from shardwise.checkpoint.save import Saved, SaveFailed
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
 from shardwise.train.build import restore, save
+from shardwise.train.resume import resume_of
 from shardwise.train.run import check_saves
 from shardwise.train.steps import steps
 
@@ -179,7 +180,7 @@ def test_a_save_that_died_midway_is_no_checkpoint_and_no_obstacle(corpus: str, t
         (folder / name).mkdir(parents=True)
         (folder / name / "rank-0-0a1b.data").write_bytes(b"half")
     assert checkpoints(folder) == []
-    assert training.checkpointer.choose_checkpoint(training.config).folder is None
+    assert training.checkpointer.choose_checkpoint(resume_of(training.config)).folder is None
     assert checkpoints(folder) == [] != [save(training)] == checkpoints(folder)
     assert [path.name for path in folder.iterdir()] == ["step-0"]
     assert not (folder / "step-0" / "rank-0-0a1b.data").exists()

@@ -24,6 +24,7 @@ from shardwise.config import Config, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.train.build import restore, save
+from shardwise.train.resume import resume_of
 from shardwise.train.steps import steps
 
 
@@ -265,7 +266,7 @@ def fall_back(
     newest = Path(tables["run"]["folder"]) / "checkpoints" / "step-2"
     files = flips(newest, seed) if worker.rank == 0 else iter([None] * 1000)
     while training.checkpointer._from_main(lambda: str(next(files, ""))):
-        chosen = training.checkpointer.choose_checkpoint(training.config)
+        chosen = training.checkpointer.choose_checkpoint(resume_of(training.config))
         found.append((chosen.folder, chosen.skipped))
     return found
 
@@ -303,12 +304,12 @@ def test_other_damage_to_the_newest_is_passed_over_as_well(corpus: str, tmp_path
         data.unlink()
     else:
         (data.parent / MANIFEST).unlink()
-    chosen = start(ALONE, tables).checkpointer.choose_checkpoint(from_tables(tables))
+    chosen = start(ALONE, tables).checkpointer.choose_checkpoint(resume_of(from_tables(tables)))
     assert chosen.folder == str(tmp_path / "checkpoints" / "step-1")
     assert [str(data) in reason for _, reason in chosen.skipped] == (
         [] if damage == "manifest gone" else [True]
     )
-    assert to_resume(from_tables(tables)) == chosen.folder
+    assert to_resume(resume_of(from_tables(tables))) == chosen.folder
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh_by_itself(
@@ -321,9 +322,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh_by_itself
     with pytest.raises(
         UserError, match=r"(?s)has checkpoints, but none that is whole:.*step-2.*step-1.*resume=never"
     ):
-        start(ALONE, tables).checkpointer.choose_checkpoint(from_tables(tables))
+        start(ALONE, tables).checkpointer.choose_checkpoint(resume_of(from_tables(tables)))
     with pytest.raises(UserError, match="none that is whole"):
-        to_resume(from_tables(tables))
+        to_resume(resume_of(from_tables(tables)))
 
 
 def test_one_flipped_bit_is_noticed_before_anything_is_loaded(corpus: str, saved: Path) -> None:
@@ -342,29 +343,29 @@ def test_one_flipped_bit_is_noticed_before_anything_is_loaded(corpus: str, saved
 
 def test_auto_takes_the_newest_and_never_takes_none(corpus: str, saved: Path) -> None:
     run = saved.parents[1]
-    assert to_resume(config(corpus, run)) == str(saved)
-    assert to_resume(config(corpus, run, "never")) is None
-    assert to_resume(config(corpus, run / "fresh")) is None
+    assert to_resume(resume_of(config(corpus, run))) == str(saved)
+    assert to_resume(resume_of(config(corpus, run, "never"))) is None
+    assert to_resume(resume_of(config(corpus, run / "fresh"))) is None
 
 
 def test_a_checkpoint_can_be_given_by_path_and_is_then_not_passed_over(
     corpus: str, saved: Path, tmp_path: Path
 ) -> None:
     by_path = config(corpus, tmp_path / "other", str(saved))
-    assert to_resume(by_path) == str(saved)
+    assert to_resume(resume_of(by_path)) == str(saved)
     with pytest.raises(UserError, match=r"checkpoint\.resume = '/no/such': no such folder"):
-        to_resume(config(corpus, tmp_path, "/no/such"))
+        to_resume(resume_of(config(corpus, tmp_path, "/no/such")))
     data = one(saved, "rank-0-*.data")
     data.write_bytes(bytes(data.stat().st_size))
     with pytest.raises(UserError, match=f"{data} is damaged"):
-        start(ALONE, job(corpus)).checkpointer.choose_checkpoint(by_path)
+        start(ALONE, job(corpus)).checkpointer.choose_checkpoint(resume_of(by_path))
 
 
 def test_another_model_is_refused_with_what_differs(corpus: str, saved: Path) -> None:
     other = config(corpus, saved.parents[1], ffn=64, tied=True)
     for asked in (to_resume, start(ALONE, job(corpus)).checkpointer.choose_checkpoint):
         with pytest.raises(UserError) as caught:
-            asked(other)
+            asked(resume_of(other))
         message = str(caught.value)
         assert (
             "holds another model: model.ffn (checkpoint 50, job 64), model.tied (checkpoint False, job True)"
@@ -376,7 +377,7 @@ def test_another_model_is_refused_with_what_differs(corpus: str, saved: Path) ->
 def test_the_name_of_a_preset_does_not_make_another_model(corpus: str, saved: Path) -> None:
     tables = job(corpus, run={"folder": str(saved.parents[1])})
     tables["model"] = {**LLAMA, "preset": "bytes-400k", "tied": False, "max_positions": 2048}
-    assert to_resume(from_tables(tables)) == str(saved)
+    assert to_resume(resume_of(from_tables(tables))) == str(saved)
 
 
 def test_old_checkpoints_are_moved_aside_for_a_fresh_start(saved: Path) -> None:

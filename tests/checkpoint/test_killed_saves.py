@@ -28,6 +28,7 @@ from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.save import state_of
 from shardwise.checkpoint.state_key import StateKind
 from shardwise.train.build import Training, restore, save
+from shardwise.train.resume import resume_of
 from shardwise.train.steps import steps
 
 SECONDS = 60.0
@@ -36,7 +37,7 @@ SECONDS = 60.0
 def train_until_killed(tables: Tables, background: bool, saving: Any) -> None:
     """Train and save for ever; `saving` counts the saves that were begun."""
     training = start(ALONE, tables)
-    newest = training.checkpointer.choose_checkpoint(training.config).folder
+    newest = training.checkpointer.choose_checkpoint(resume_of(training.config)).folder
     if newest:
         restore(training, newest)
     for _ in steps(training):

@@ -15,7 +15,6 @@ from ranks.jobs import ALONE
 from safetensors.torch import load_file
 from warm import Server
 
-from shardwise.checkpoint import checkpoint_folder
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import check_same_model, read_manifest
@@ -33,6 +32,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.files import parse_toml
 from shardwise.plan import choose
 from shardwise.train.build import build, keep_files, save, start_from_pretrained
+from shardwise.train.resume import checkpoint_folder
 from shardwise.train.steps import steps
 
 transformers = pytest.importorskip("transformers")

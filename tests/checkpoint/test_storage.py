@@ -15,6 +15,7 @@ from shardwise.checkpoint.storage import storage
 from shardwise.config import from_tables
 from shardwise.errors import UserError
 from shardwise.train.build import restore, save
+from shardwise.train.resume import resume_of
 from shardwise.train.steps import steps
 
 
@@ -33,7 +34,7 @@ def test_a_run_saves_to_an_address_and_goes_on_from_it_to_the_bit(
         save(training, wait=done.step == 5)
     assert [step_of(found) for found in checkpoints(address)] == [2, 4, 5]
     again = start(ALONE, tables)
-    chosen = again.checkpointer.choose_checkpoint(again.config).folder
+    chosen = again.checkpointer.choose_checkpoint(resume_of(again.config)).folder
     assert chosen is not None
     restore(again, chosen)
     assert again.step == 5
@@ -53,7 +54,7 @@ def test_damage_at_an_address_is_passed_over(corpus: str, tmp_path: Path) -> Non
     content[100] ^= 4
     storage(newest).put(data, bytes(content))
     assert [*faults(newest)] == [f"{newest}/{data} is damaged"]
-    chosen = training.checkpointer.choose_checkpoint(from_tables(tables))
+    chosen = training.checkpointer.choose_checkpoint(resume_of(from_tables(tables)))
     assert chosen.folder is not None
     assert step_of(chosen.folder) == 1
     storage(newest).remove(data)
@@ -84,7 +85,7 @@ def test_a_folder_that_the_system_refuses_is_the_users_to_mend() -> None:
         with pytest.raises(UserError, match=r"x(/.*)? cannot be read: File name too long"):
             ask()
     with pytest.raises(UserError, match="x cannot be read: File name too long"):
-        to_resume(from_tables(job("text.txt", checkpoint={"resume": too_long})))
+        to_resume(resume_of(from_tables(job("text.txt", checkpoint={"resume": too_long}))))
 
 
 def test_a_checkpoint_of_weights_only_starts_with_a_new_optimizer(corpus: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shardwise.cli import drill as command
 from shardwise.cli.drill import _drill
 from shardwise.config import from_tables
 from shardwise.errors import UserError
-from shardwise.plan import state_dtype
+from shardwise.plan import Dtypes
 from shardwise.verify.compare_runs import TOLERANCE, RunComparison
 from shardwise.verify.disturbed_run import Baseline
 from shardwise.verify.drill import DrillResult, _prepared
@@ -249,6 +249,6 @@ def test_a_float32_job_that_loses_a_host_is_drilled_in_float64(
     )
     prepared, said = _prepared(config, kinds)
     assert prepared.train.precision == drilled_in
-    assert state_dtype(prepared.train) == ("float64" if drilled_in == "float64" else "float32")
+    assert Dtypes.of(prepared.train).states == ("float64" if drilled_in == "float64" else "float32")
     assert ("train.precision" in said) == (drilled_in != precision)
     assert prepared.train.precision in TOLERANCE or "lose" not in kinds

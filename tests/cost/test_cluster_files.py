@@ -115,7 +115,7 @@ def test_no_devices_are_refused() -> None:
 
 def test_the_job_may_ask_for_other_devices_of_its_cluster(tmp_path: Path) -> None:
     def asked(**cluster: Any) -> Cluster | None:
-        return asked_for(from_tables({"data": {"source": "x"}, "cluster": cluster}))
+        return asked_for(from_tables({"data": {"source": "x"}, "cluster": cluster}).cluster)
 
     (tmp_path / "mine.toml").write_text(WHOLE)
     found = [asked(preset="h100x64", devices=16), asked(file=str(tmp_path / "mine.toml"), devices=2), asked()]

@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a prediction, two faults that were survived, a slow rank and some saves."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = from_tables(JOB)
-    cluster = asked_for(config)
+    cluster = asked_for(config.cluster)
     assert cluster is not None
     predicted = forecast(config, config.layout, 16, 1, cluster.of(2))
     sinks = open_sinks(folder, Observe())

@@ -26,6 +26,7 @@ from shardwise.data.prepare import prepare
 from shardwise.data.tokens import Tokens
 from shardwise.errors import Unreadable, UserError
 from shardwise.observe.record_files import MetricsFile
+from shardwise.train.resume import resume_of
 
 WEIGHT = StateKey.model("weight")
 QUICK = (2, False, "crash")
@@ -130,7 +131,7 @@ def test_a_resume_that_fails_at_any_call_loads_what_was_saved_or_nothing_and_cha
     held = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def resume() -> tuple[int, Tensor]:
-        chosen = checkpointer.choose_checkpoint(job_of_it).folder
+        chosen = checkpointer.choose_checkpoint(resume_of(job_of_it)).folder
         assert chosen is not None
         filled = state(0)
         checkpointer._checked = None

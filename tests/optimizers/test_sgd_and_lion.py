@@ -268,7 +268,7 @@ def test_plans_count_the_states_that_an_optimizer_keeps(settings: Optimizer, sta
     config = config.model_copy(update={"optimizer": settings})
     plan, work = choose(config, 1), work_of(config)
     assert plan.state_bytes.optimizer == 4 * states * plan.parameters
-    assert plan.state_numbers(settings) == (1 + states) * plan.parameters
+    assert plan.state_numbers == (1 + states) * plan.parameters
     assert work.optimizer is settings
     assert plan_checkpoints(1e9, 1, 1e9, 1.0, bytes_per_parameter=4 * (1 + states)).bytes == 4e9 * (
         1 + states

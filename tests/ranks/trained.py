@@ -219,7 +219,9 @@ def predicted(tables: Tables, world: int) -> tuple[Ledger, float]:
     """The ledger from the flows, and all bytes that are in the price."""
     config = from_tables(tables)
     plan = choose(config, world)
-    space = space_of_layout(config, plan.layout, plan.micro_batch, plan.accumulation)
+    space = space_of_layout(
+        config.model, config.train.recompute, plan.layout, plan.micro_batch, plan.accumulation
+    )
     work = work_of(config)
     priced = predict(work, space, CLUSTERS["cpu"]).sent
     return totals(flows(work, space, device="cpu"), space, 0), sum(float(sent[0]) for sent in priced.values())

@@ -111,7 +111,7 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
         "of the last update"
     )
     assert torch.equal(transposed.T.float(), kept.float())
-    monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
+    monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
     in_each = training(corpus, model)
     assert [step.loss for step in steps(in_each)] == losses
     assert not in_each.parallel.scales.kept
@@ -124,7 +124,7 @@ def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cas
     compiled blocks."""
     model = {**MODEL, "layers": 1}
     losses = [step.loss for step in steps(training(corpus, model, steps=2, compile=True))]
-    monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
+    monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
     assert [step.loss for step in steps(training(corpus, model, steps=2, compile=True))] == losses
 
 
@@ -298,7 +298,8 @@ def test_blocks_are_not_compiled_where_the_plan_splits_backward(
     corpus: str, schedule: str, compiled: bool
 ) -> None:
     """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
-    config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
+    model = {**MODEL, "layers": 4}
+    config = from_tables(job(corpus, model=model, train={"precision": "float8", "compile": True}))
     layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
     plan = choose(config.model_copy(update={"layout": layout}), 2)
     assert plan.is_compiled("cpu") is compiled
