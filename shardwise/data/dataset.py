@@ -121,8 +121,8 @@ class Dataset:
         """Open a job's data, and prepare the sources that are not prepared yet."""
         streams = tuple(_stream(folder, weight, data) for folder, weight in prepare_sources(data, progress))
         _check_same_tokenizer(streams)
-        apart = data.reset_attention or any(stream.tokens.index.holds_answers for stream in streams)
-        return cls(streams, data.sequence_length, apart, seed)
+        conversations = any(stream.tokens.index.holds_answers for stream in streams)
+        return cls(streams, data.sequence_length, data.reset_attention or conversations, seed)
 
     def sequences(self, first: int, count: int) -> Rows:
         """Return training sequences [first, first + count) in the order of the run. The stream never ends."""
@@ -152,8 +152,8 @@ class Dataset:
     def content(self) -> str:
         """Number of tokens and a checksum of all data. Two hosts with the same text have the same value."""
         indexes = [stream.tokens.index for stream in self.streams]
-        known = [(index.tokenizer_fingerprint, index.end, index.shards) for index in indexes]
-        checksum = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+        contents = [(index.tokenizer_fingerprint, index.end, index.shards) for index in indexes]
+        checksum = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
         return f"{sum(index.tokens for index in indexes):,} tokens (checksum {checksum})"
 
     @property

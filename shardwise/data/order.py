@@ -114,8 +114,10 @@ class Order:
         epochs, within = index // sizes, index % sizes
         samples = np.empty_like(within)
         for source, size in enumerate(self.sizes):
-            mine = np.flatnonzero(sources == source)
-            samples[mine] = permute(within[mine], size, key(self.seed, _EPOCH, source, epochs[mine]))
+            selected = np.flatnonzero(sources == source)
+            samples[selected] = permute(
+                within[selected], size, key(self.seed, _EPOCH, source, epochs[selected])
+            )
         return sources, samples, epochs
 
     def _mix(self, positions: Integers) -> tuple[Integers, Integers]:
@@ -126,10 +128,10 @@ class Order:
         cycles, within = positions // CYCLE, positions % CYCLE
         sources, index = np.empty_like(positions), np.empty_like(positions)
         for cycle in np.unique(cycles).tolist():
-            mine = np.flatnonzero(cycles == cycle)
+            selected = np.flatnonzero(cycles == cycle)
             pattern, ranks = _cycle(tuple(shares.tolist()), self.seed, cycle)
-            sources[mine] = pattern[within[mine]]
-            index[mine] = cycle * shares[sources[mine]] + ranks[within[mine]]
+            sources[selected] = pattern[within[selected]]
+            index[selected] = cycle * shares[sources[selected]] + ranks[within[selected]]
         return sources, index
 
 

@@ -26,12 +26,12 @@ def listen(address: str, port: int = 0) -> socket.socket:
     of a service.
     """
     check_resolves(address)
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, bind_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(where)
+            listener.bind(bind_address)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise

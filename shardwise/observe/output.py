@@ -28,12 +28,12 @@ LAST_SECONDS = 2.0
 def unblocked_output() -> Iterator[None]:
     """Let standard output and error never block inside a `with` block; then wait a moment for the rest."""
     before = sys.stdout, sys.stderr
-    mine = UnblockedStream(sys.stdout), UnblockedStream(sys.stderr)
-    sys.stdout, sys.stderr = mine
+    streams = UnblockedStream(sys.stdout), UnblockedStream(sys.stderr)
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
-        for stream in mine:
+        for stream in streams:
             stream.finish(LAST_SECONDS)
         sys.stdout, sys.stderr = before
 

@@ -109,12 +109,12 @@ def check_room(folder: Path, setting: str, needed: int) -> None:
     A folder that does not exist yet is not created: the folder that would contain it is checked.
     """
     paths = [folder.absolute(), *folder.absolute().parents]
-    there = next(path for path in paths if os.path.lexists(path))
-    probe, advice = there / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
+    existing = next(path for path in paths if os.path.lexists(path))
+    probe, advice = existing / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
     try:
         try:
             probe.write_bytes(bytes(PROBE_BYTES))
-            free = shutil.disk_usage(there).free
+            free = shutil.disk_usage(existing).free
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -258,8 +258,8 @@ def _cut_torn_line(path: Path) -> None:
         while position:
             start = max(0, position - _BLOCK)
             file.seek(start)
-            if (found := file.read(position - start).rfind(b"\n")) >= 0:
-                position = start + found + 1
+            if (line_end := file.read(position - start).rfind(b"\n")) >= 0:
+                position = start + line_end + 1
                 break
             position = start
         if position < end:

@@ -94,9 +94,9 @@ class WandbSink:
         if not (resume_step and identity.exists()):
             with open(identity, "w", opener=regular_file_opener) as file:
                 file.write(uuid.uuid4().hex[:8])
-        known = read_bytes(identity).decode("utf-8", "replace")
+        run_id = read_bytes(identity).decode("utf-8", "replace")
         self._run = wandb.init(
-            project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=_job(folder)
+            project=project, name=folder.name, id=run_id, resume="allow", dir=str(folder), config=_job(folder)
         )
 
     def write(self, record: Record) -> None:

@@ -56,8 +56,8 @@ class FirstNodeFile:
     def status_of_this_run(self) -> FirstNodeStatus | None:
         """Return the contents if the first node of this run has written them, else None."""
         sign = self.read()
-        known = sign is not None and (sign != self._left_over or (sign.run == self._run != ""))
-        return sign if known else None
+        is_this_run = sign is not None and (sign != self._left_over or (sign.run == self._run != ""))
+        return sign if is_this_run else None
 
     def is_left_over(self) -> bool:
         """Return whether the file was not written since this node started."""

@@ -59,13 +59,15 @@ def fork_process(
 ) -> ForkedProcess:
     """Start `target(pipe, *arguments)` in a process of its own, whose log is in this folder."""
     context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
+    parent_pipe, child_pipe = context.Pipe()
     log = folder / f"rank-{rank}.log"
-    process = context.Process(target=_run_target, args=(target, theirs, str(log), *arguments), daemon=True)
+    process = context.Process(
+        target=_run_target, args=(target, child_pipe, str(log), *arguments), daemon=True
+    )
     with without_main():
         process.start()
-    theirs.close()
-    return ForkedProcess(rank, process, ours, log)
+    child_pipe.close()
+    return ForkedProcess(rank, process, parent_pipe, log)
 
 
 def end_processes(processes: Iterable[ForkedProcess]) -> None:

@@ -63,7 +63,7 @@ class Leadership:
         self._unanswered = 0
         """Number of calls since a leader last answered."""
         self._client = LeaderClient(lambda: leader_file.find(self._unanswered), description)
-        self._locks, self._held = ExitStack(), ExitStack()
+        self._locks, self._resources = ExitStack(), ExitStack()
         """Locks of the run's folders, and other things that end with this host's leadership."""
         self._folder_in_use: UserError | None = None
         """Why this host does not lead: another process uses the folder. None once the leader of that run has
@@ -73,7 +73,7 @@ class Leadership:
         self._answered = self._accepted = time.monotonic()
         """Times at which a leader last answered, and at which this host was last not refused."""
         self._tried = 0.0
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def begin(self) -> Leader | None:
         """Lead a new run, as its first node does.
@@ -93,7 +93,7 @@ class Leadership:
             self._leader_file.announce(*self._first)
         except OSError as error:
             raise UserError(self._unwritten(error)) from None
-        return self._make_leader(self._held.enter_context(open_store(self.address)))
+        return self._make_leader(self._resources.enter_context(open_store(self.address)))
 
     def take_over(self) -> Leader | None:
         """Lead the run in place of its leader, if that is lost and no other host is quicker."""
@@ -114,7 +114,7 @@ class Leadership:
             self._let_go()
             self._say_once(f"no host can lead this run on: {self._unwritten(error)}")
             return None
-        leader = self._make_leader(self._held.enter_context(open_store(self.address)))
+        leader = self._make_leader(self._resources.enter_context(open_store(self.address)))
         leader.take_over(self._last_orders, self._description.host, former.leader, time.monotonic())
         return leader
 
@@ -137,13 +137,13 @@ class Leadership:
         if self.leader_server is not None:
             self.leader_server.close()
         self.leader_server = None
-        self._held.close()
+        self._resources.close()
         self._locks.close()
 
     def _say_once(self, text: str) -> None:
         """Print a text, unless it was printed before."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             print(text, file=sys.stderr, flush=True)
 
     def call(self, report: Report) -> Orders | None:

@@ -120,21 +120,21 @@ class MemorySnapshots:
 
     def restore(self, mesh: Mesh, step: int, state: State) -> dict[str, Any]:
         """Restore this step on every rank. Return the extras that were saved with it."""
-        mine, peers = mesh.worker.rank, self._peers
+        rank_here, peers = mesh.worker.rank, self._peers
         assert peers is not None, "there are copies"
         snapshots = {(snapshot.step, snapshot.rank): snapshot for snapshot in self._usable()}
         extras_here = next((snapshot.extras for snapshot in snapshots.values() if snapshot.step == step), {})
         extras = peers.from_rank(extras_here, self._holders[step, 0])
         for rank in range(mesh.worker.world):
             holder = self._holders[step, rank]
-            if holder != rank and holder == mine:
+            if holder != rank and holder == rank_here:
                 peers.send(snapshots[step, rank].content, rank, TAG)
-            elif holder != rank and rank == mine:
-                content = torch.empty(self._sizes[mine], dtype=torch.uint8)
+            elif holder != rank and rank == rank_here:
+                content = torch.empty(self._sizes[rank_here], dtype=torch.uint8)
                 peers.receive(content, holder, TAG)
                 snapshots[step, rank] = _Snapshot(step, rank, extras, content)
-        _unpack(snapshots[step, mine].content, state)
-        self._continue_from(snapshots[step, mine], mesh)
+        _unpack(snapshots[step, rank_here].content, state)
+        self._continue_from(snapshots[step, rank_here], mesh)
         return dict(extras)
 
     def _continue_from(self, restored: _Snapshot, mesh: Mesh) -> None:

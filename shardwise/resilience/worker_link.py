@@ -107,9 +107,9 @@ class HostLink(WorkerLink):
     recovers = True
 
     def __init__(
-        self, pipe: Connection, where: Callable[[], str], enlisted: Callable[[Worker], None]
+        self, pipe: Connection, last_collective: Callable[[], str], enlisted: Callable[[Worker], None]
     ) -> None:
-        self._pipe, self._where, self._enlisted = pipe, where, enlisted
+        self._pipe, self._last_collective, self._enlisted = pipe, last_collective, enlisted
         self._step, self._worker = 0, Worker(0, 1, 0, 1, "", 0, "shardwise")
         self._teams: queue.SimpleQueue[JoinTeam | None] = queue.SimpleQueue()
         self._wish: Wish | None = None
@@ -201,7 +201,7 @@ class HostLink(WorkerLink):
                 self._wish = None
                 self._teams.put(message)
             case ReportStacks():
-                self._send(Stacks(f"last collective: {self._where()}\n{stacks()}"))
+                self._send(Stacks(f"last collective: {self._last_collective()}\n{stacks()}"))
             case Regroup():
                 self._wish = "regroup"
             case Stop():

@@ -89,13 +89,15 @@ def fork_worker(
 ) -> tuple[WorkerProcess, Fault | None]:
     """Fork a new worker from the fork server. Return a fault too if the server does not answer in time."""
     context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    worker = WorkerProcess(slot, context.Process(target=start, args=(slot, theirs), daemon=True), ours)
+    host_pipe, worker_pipe = context.Pipe()
+    worker = WorkerProcess(
+        slot, context.Process(target=start, args=(slot, worker_pipe), daemon=True), host_pipe
+    )
     started = start_process(worker.process, seconds, given_up)
-    theirs.close()
+    worker_pipe.close()
     if started:
         return worker, None
-    ours.close()  # if it is forked later after all, it finds the pipe closed and ends
+    host_pipe.close()  # if it is forked later after all, it finds the pipe closed and ends
     server = f"the process that workers are forked from (pid {server_pid()})"
     cause = f"{server} did not answer for {seconds:.0f} s"
     return worker, Fault("failed", None, 0, cause, present_time(), 0)
@@ -122,9 +124,9 @@ def fault_of_lost_peer(worker: WorkerProcess, reason: str) -> Fault:
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
     """Write which process is which rank, for people and for the drill."""
-    known = [
+    entries = [
         {"rank": worker.rank, "slot": worker.slot, "pid": worker.pid, "loose": worker.loose}
         for worker in workers
     ]
-    team_here = {"host": host, "generation": generation, "supervisor": os.getpid(), "workers": known}
+    team_here = {"host": host, "generation": generation, "supervisor": os.getpid(), "workers": entries}
     write_text(logs / f"workers-{host}.json", json.dumps(team_here, indent=1) + "\n")
