@@ -389,14 +389,14 @@ def _by_server(rounds: int) -> float:
 
     from shardwise.asynchronous.gradient_store import GradientStore
     from shardwise.asynchronous.listener import Listener
+    from shardwise.asynchronous.portions import Portions
     from shardwise.asynchronous.scheduler import Scheduler
-    from shardwise.asynchronous.work import Work
     from shardwise.resilience.channel import Credentials
 
     torch.set_num_threads(1)
     warm_up = 2
     store = GradientStore({"weight": (slice(0, NUMBERS),)}, torch.float32)
-    scheduler = Scheduler(Work(portions=WORKERS, updates=rounds + warm_up, most_stale=0))
+    scheduler = Scheduler(Portions(portions=WORKERS, updates=rounds + warm_up, most_stale=0))
     weights = torch.ones(NUMBERS)
     store.publish(0, weights.clone())
     listener = Listener("127.0.0.1", Credentials("server", b"benchmark"), store, scheduler)

@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents, write_checkpoint
 from shardwise.cli.app import app
 from shardwise.config import Model
 from shardwise.config.parameters import parameter_shapes

@@ -59,7 +59,7 @@ from shardwise.mesh import Worker, join, leave
 from shardwise.models import Sharding
 from shardwise.parallel.data import SingleDevice
 from shardwise.parallel.pipeline import Pipelined
-from shardwise.parallel.stages import Stages
+from shardwise.parallel.stage_modules import Stages
 from shardwise.plan import Action, Schedule, choose, make_schedule, peak_in_flight, simulate
 from shardwise.plan.schedule import in_order, waits_for
 from shardwise.train.build import Training, build

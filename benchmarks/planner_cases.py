@@ -25,7 +25,7 @@ from planner_published import convention_of, figures_of, memory_of, seconds_of, 
 from shardwise.config import Model
 from shardwise.config.parameters import count
 from shardwise.config.schedules import SCHEDULES
-from shardwise.cost.space import RECOMPUTE, Work
+from shardwise.cost.space import RECOMPUTE, Workload
 from shardwise.errors import UserError
 
 
@@ -42,7 +42,7 @@ class Case:
     """Options of the program: eager, compile, async_tensor, overlaps_tensor, native_attention, fused_loss,
     keeps_attention, recomputes_mlp, no_sequence_parallel, float8_gather, uneven_stages."""
     model: str
-    work: Work
+    work: Workload
     layout: Mapping[str, int]
     """One row of a `Space`."""
     device: str
@@ -274,7 +274,7 @@ def _case(row: Row, file: str, place: str, sweep: bool) -> Case:
         layout["zero"] = 3
         assumed.append("FSDP, for the weights would not fit otherwise")
     pure = "/pure" in row.get("precision", "").lower()
-    work = Work(model, needed(row, "seq", "sequence length"), batch, cells.precision(row, assumed),
+    work = Workload(model, needed(row, "seq", "sequence length"), batch, cells.precision(row, assumed),
                 reduce_dtype="bfloat16" if pure else "float32")  # fmt: skip
     values, printed = figures_of(row)
     convention = convention_of(row.get("flop_convention", ""), stack)

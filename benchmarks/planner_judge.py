@@ -16,8 +16,8 @@ from planner_published import published_flops
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import RECOMPUTE, Work, space_of
-from shardwise.cost.stack import Stack
+from shardwise.cost.software import Software
+from shardwise.cost.space import RECOMPUTE, Workload, space_of
 from shardwise.plan.flops import flops_per_token
 
 MARGIN = 0.05
@@ -71,7 +71,7 @@ class Judged:
         )
 
 
-def stack_of(case: Case) -> Stack:
+def stack_of(case: Case) -> Software:
     """The program's facts, with the options the run was started with."""
     stack = PROGRAMS[case.stack]
     if "no_sequence_parallel" in case.traits:
@@ -105,7 +105,7 @@ def stack_of(case: Case) -> Stack:
     return stack
 
 
-def _recipes(stack: Stack, case: Case) -> Stack:
+def _recipes(stack: Software, case: Case) -> Software:
     """What NVIDIA's recipes do on which device since which release, as far as one is named."""
     if case.device.startswith("gb"):  # CUDA graphs are replayed around the experts
         stack = replace(stack, expert_kernels=150)
@@ -140,7 +140,7 @@ def cluster_of(case: Case) -> Cluster:
 def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
     """All cases, predicted in batches that share program, cluster and model; and why some have no
     prediction."""
-    batches: dict[tuple[Stack, str, Work], list[Case]] = defaultdict(list)
+    batches: dict[tuple[Software, str, Workload], list[Case]] = defaultdict(list)
     clusters: dict[str, Cluster] = {}
     found, reasons = list[Judged](), Counter[str]()
     for case in cases:
@@ -164,7 +164,7 @@ def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
     return sorted(found, key=lambda one: order[id(one.case)]), reasons
 
 
-def _judge_batch(batch: Sequence[Case], work: Work, cluster: Cluster, stack: Stack) -> list[Judged]:
+def _judge_batch(batch: Sequence[Case], work: Workload, cluster: Cluster, stack: Software) -> list[Judged]:
     """Where only a share of the layers is recomputed, the answer lies so far between that for all and that
     for none."""
     whole = predict(work, space_of([dict(case.layout) for case in batch]), cluster, stack)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.software import SHARDWISE, Software
 
-MEGATRON = Stack(
+MEGATRON = Software(
     "megatron",  # Megatron-LM of 2020 to 2022
     elementwise=1.4,
     kernels=35,
@@ -38,8 +38,8 @@ MEGATRON_CORE = replace(
     logit_bytes=4.0,  # its fused cross-entropy writes the gradient over the logits
 )
 
-PROGRAMS: dict[str, Stack] = {
-    "llm-foundry": Stack(
+PROGRAMS: dict[str, Software] = {
+    "llm-foundry": Software(
         "llm-foundry",  # FSDP 1, eager, portable flash attention
         elementwise=1.8,
         kernels=55,
@@ -49,7 +49,7 @@ PROGRAMS: dict[str, Stack] = {
         loss_traffic=30,
         logit_bytes=4.0,  # flash attention's cross-entropy, which writes the gradient over the logits
     ),
-    "torchtitan": Stack(
+    "torchtitan": Software(
         # FSDP 2, compiled blocks, attention by torch's portable kernel, every second product kept
         "torchtitan",
         elementwise=1.3,
@@ -69,7 +69,7 @@ PROGRAMS: dict[str, Stack] = {
     "megatron-core": MEGATRON_CORE,
     # its recipes: collectives beside products (tp_comm_overlap), and grad_reduce_in_fp32 = False
     "nemo": replace(MEGATRON_CORE, name="nemo", overlap_tensor=0.9, gradient_bytes=2.0, reduce_bytes=2.0),
-    "nanotron": Stack(
+    "nanotron": Software(
         "nanotron",  # eager; weights gathered one by one after the update
         elementwise=3.2,
         kernels=180,
@@ -97,5 +97,5 @@ PROGRAMS: dict[str, Stack] = {
         step_kernels=70,
     ),
     "shardwise": SHARDWISE,
-    "other": Stack("other", elementwise=1.5, kernels=50, native_attention=False, recompute_all=True),
+    "other": Software("other", elementwise=1.5, kernels=50, native_attention=False, recompute_all=True),
 }

@@ -16,7 +16,7 @@ from planner_cells import NotModelled, Row, measured
 from shardwise.config import Model
 from shardwise.config.parameters import count
 from shardwise.cost.clusters import CLUSTERS
-from shardwise.cost.space import Work
+from shardwise.cost.space import Workload
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.units import GIB
 
@@ -71,7 +71,7 @@ def figures_of(row: Row) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def seconds_of(
-    row: Row, work: Work, devices: int, published: Mapping[str, float], convention: str | None
+    row: Row, work: Workload, devices: int, published: Mapping[str, float], convention: str | None
 ) -> float | None:
     """Of a step: as printed, or from what was."""
     given = measured(row, "step_time_s")

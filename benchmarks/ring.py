@@ -42,7 +42,7 @@ from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.mesh import Worker, join, leave
 from shardwise.models.attention import attention_backends
-from shardwise.models.dtypes import wide
+from shardwise.models.torch_dtypes import wide
 from shardwise.parallel.blockwise import (
     CPU,
     CUDNN,

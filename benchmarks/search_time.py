@@ -24,7 +24,7 @@ from shardwise.cost.clusters import named
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Space
 from shardwise.search.candidates import candidates
-from shardwise.search.search import search, work_of
+from shardwise.search.search import search, workload_of
 
 ROOT = Path(__file__).parents[1]
 MIXTURE = {
@@ -63,7 +63,7 @@ def _exponentials(rows: int) -> None:
 
 def _predict(config: Config, space: Space, cluster: Cluster) -> None:
     for part in space.parts():  # as a search does it
-        predict(work_of(config), part, cluster)
+        predict(workload_of(config), part, cluster)
 
 
 def _least(repeats: int, action: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
 """Hands portions of the data to the workers of a parameter server, and puts updates together.
 
-Who computes what next is decided in work.py, without clock or threads. The scheduler adds both: workers ask
-and bring from a thread each, wait where there is nothing to do, and lose a portion that takes too long. It
-runs in the first server.
+Who computes what next is decided in portions.py, without clock or threads. The scheduler adds both: workers
+ask and bring from a thread each, wait where there is nothing to do, and lose a portion that takes too long.
+It runs in the first server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardwise.asynchronous import messages
 from shardwise.asynchronous.gradient_store import Key
-from shardwise.asynchronous.work import Contribution, State, Work
+from shardwise.asynchronous.portions import Contribution, Portions, State
 
 log = logging.getLogger("shardwise")
 
@@ -61,7 +61,7 @@ class Scheduler:
     before.
     """
 
-    def __init__(self, work: Work, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, work: Portions, clock: Callable[[], float] = time.monotonic) -> None:
         self.work, self._clock = work, clock
         self._changed = threading.Condition()
         self._reported: dict[int, messages.Bring] = {}

@@ -1,6 +1,6 @@
 """Two checkpoints compared tensor by tensor, to the bit, whoever wrote them and on whatever layout.
 
-Tensors are put together whole (checkpoint/contents.py), so two layouts' checkpoints of the same state are
+Tensors are put together whole (checkpoint/tensor_files.py), so two layouts' checkpoints of the same state are
 equal although no file of theirs is. One tensor of each is in memory at a time. Equal means the same bits: a
 NaN equals the same NaN, 0.0 is not -0.0.
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey, StateKind
+from shardwise.checkpoint.tensor_files import Contents
 from shardwise.plurals import counted
 
 COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shardwise.checkpoint.contents import DTYPES, Contents, StoredTensor
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import DTYPES, Contents, StoredTensor
 
 
 def load_planner() -> DefaultLoadPlanner:

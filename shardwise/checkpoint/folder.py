@@ -4,7 +4,7 @@ A checkpoint is a folder `step-N` that holds
 
     checkpoint.json        the manifest: the step, the model, the layout that wrote the checkpoint, and the
                            size and checksum of every file
-    tensors-ID.json        where each tensor's pieces lie (checkpoint/contents.py)
+    tensors-ID.json        where each tensor's pieces lie (checkpoint/tensor_files.py)
     rank-R-ID.data         what rank R wrote: raw tensors, one after the other
 
 The manifest is put in place last, whole or not at all, and a folder without one is no checkpoint. ID is drawn

@@ -8,7 +8,7 @@ behind it as they are read. That is why the files are not written by the safeten
 tensors of a file at once; the format is a length, a JSON header, raw bytes.
 
 Where the model came from such a folder, what training does not change is written as it was there, byte for
-byte (kept.py): all files but the weights, config.json among them unless the dtype is another.
+byte (huggingface_files.py): all files but the weights, config.json among them unless the dtype is another.
 
 Memory is that of the largest tensor and its copy in another form; for experts, of one layer's
 (benchmarks/export_memory.py). Time is that of the disk, which is read twice: first to know that the
@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.conversions import to_theirs
 from shardwise.checkpoint.folder import held_model
-from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
+from shardwise.checkpoint.huggingface_files import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import (
     HEADER_DTYPES,
     INDEX,
@@ -43,12 +42,14 @@ from shardwise.checkpoint.pretrained import (
     no_progress,
 )
 from shardwise.checkpoint.state_key import StateKey
-from shardwise.config import Model, dtypes
+from shardwise.checkpoint.tensor_files import Contents
+from shardwise.config import Model
+from shardwise.config import dtype_names as dtypes
 from shardwise.config.families import Family
 from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.parameters import parameter_shapes
-from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
+from shardwise.config.pretrained_folder import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import load_tokenizer
 from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer

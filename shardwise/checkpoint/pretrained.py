@@ -10,8 +10,8 @@ distrusted and its checks of a header are good ones; the index may name no file 
 a file may be a link to one. Pickled weights are refused: opening one runs whatever is in it.
 
 The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other
-files (kept.py). Memory is that of the largest tensor, for experts of one layer's: files are mapped, and let
-go after each tensor.
+files (huggingface_files.py). Memory is that of the largest tensor, for experts of one layer's: files are
+mapped, and let go after each tensor.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.config.families import Family
 from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.parameters import parameter_shapes
-from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
+from shardwise.config.pretrained_folder import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
 from shardwise.files import parse_as, read_bytes, reading
 
@@ -168,8 +168,8 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progres
     pretrained = open_folder(folder)
     import torch  # only now: what is refused above is refused at once
 
-    from shardwise.checkpoint.contents import write_checkpoint
-    from shardwise.checkpoint.kept import kept_of_folder
+    from shardwise.checkpoint.huggingface_files import kept_of_folder
+    from shardwise.checkpoint.tensor_files import write_checkpoint
 
     data = {} if pretrained.tokenizer is None else {"tokenizer": str(pretrained.tokenizer.absolute())}
     manifest = Manifest(

@@ -11,8 +11,8 @@ this rank's state. A save that is waited for copies nothing. At most one is in f
 it, and that wait counts as stall as well.
 
 A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a
-save carries failures too (checkpoint/write.py); a rank that dies breaks the connection, which ends the
-exchange for the others.
+save carries failures too (checkpoint/write_together.py); a rank that dies breaks the connection, which ends
+the exchange for the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.contents import Contents, damaged_files, save_id
 from shardwise.checkpoint.dcp import DcpReader, load_planner
 from shardwise.checkpoint.folder import (
     MANIFEST,
@@ -47,10 +46,11 @@ from shardwise.checkpoint.folder import (
     resume_candidates,
     step_of,
 )
-from shardwise.checkpoint.residuals import deal_out
+from shardwise.checkpoint.saved_residuals import deal_out
 from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.checkpoint.storage import storage
-from shardwise.checkpoint.write import SaveRefused, write_together
+from shardwise.checkpoint.tensor_files import Contents, damaged_files, save_id
+from shardwise.checkpoint.write_together import SaveRefused, write_together
 from shardwise.comm import Peers
 from shardwise.config import Layout
 from shardwise.errors import RunFailed, Unreadable, UserError

@@ -134,7 +134,8 @@ class StateKey:
 
     @property
     def is_float8_history(self) -> bool:
-        """Whether this buffer holds the largest magnitudes that a float8 product saw (models/float8.py)."""
+        """Whether this buffer holds the largest magnitudes that a float8 product saw
+        (models/float8_products.py)."""
         return self.kind is StateKind.MODEL and _HISTORY.fullmatch(self.name) is not None
 
     @property

@@ -98,12 +98,13 @@ def weights_problems(sections: Sections) -> Iterator[str]:
     except RunFailed:
         raise
     except UserError as error:
-        yield f"model.pretrained: {error}"  # worded as in config/pretrained.py, so that it is listed once
+        # worded as in config/pretrained_folder.py, so that it is listed once
+        yield f"model.pretrained: {error}"
 
 
 def _module(sections: Sections) -> Iterator[str]:
     from shardwise.config import Layout, Model
-    from shardwise.config.own_module import problems_of_module
+    from shardwise.config.module_file import problems_of_module
 
     model, layout = sections.get("model"), sections.get("layout")
     if isinstance(model, Model) and model.module is not None:
@@ -113,7 +114,7 @@ def _module(sections: Sections) -> Iterator[str]:
 def float8_problems(sections: Sections) -> Iterator[str]:
     """Yield the float8 settings that have no effect, whatever else is wrong with the model or the layout."""
     from shardwise.config import Model, Train
-    from shardwise.plan.float8 import unknown_patterns
+    from shardwise.plan.float8_choice import unknown_patterns
 
     model, train = sections.get("model"), sections.get("train")
     if isinstance(model, Model) and isinstance(train, Train) and model.module is None:

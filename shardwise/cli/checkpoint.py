@@ -84,7 +84,7 @@ def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
     need_torch()
     addresses = [newest(address) for address in (first, second)]  # refused before torch is imported
     from shardwise.checkpoint.compare import compare
-    from shardwise.checkpoint.contents import Contents
+    from shardwise.checkpoint.tensor_files import Contents
 
     with _bar("comparing", in_bytes=False) as progress:
         left, right = (Contents.open(address) for address in addresses)
@@ -203,7 +203,7 @@ def need_torch() -> None:
 def note_links(folder: Path) -> None:
     """Print a note if files of a Hugging Face folder are links to files elsewhere. Such files are read, and
     stored in checkpoints."""
-    from shardwise.config.pretrained import links_outside
+    from shardwise.config.pretrained_folder import links_outside
 
     if sentence := links_outside(folder):
         typer.echo(f"note: {sentence}", err=True)
@@ -242,8 +242,8 @@ def _run_checkpoints(config: Path) -> str | None:
 
 def _faults(address: str) -> Iterator[str]:
     """Yield a sentence for each file that differs from what was saved."""
-    from shardwise.checkpoint.contents import Contents, damaged_files
     from shardwise.checkpoint.storage import storage
+    from shardwise.checkpoint.tensor_files import Contents, damaged_files
 
     try:
         manifest = Contents.open(address).manifest

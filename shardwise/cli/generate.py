@@ -65,7 +65,7 @@ def _load(model: str) -> Speaker:
     from shardwise.checkpoint.folder import held_model, read_manifest
     from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
     from shardwise.cli.checkpoint import need_torch, newest, note_links
-    from shardwise.config.pretrained import CONFIG
+    from shardwise.config.pretrained_folder import CONFIG
     from shardwise.files import reading
 
     need_torch()

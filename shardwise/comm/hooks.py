@@ -7,7 +7,7 @@ all-reduce hook.
 DDP sums buckets while backward goes on. FSDP2 does so on streams, which a CPU does not have: there its
 collectives would block. gloo's own threads carry them out instead. A gather is waited for where FSDP2 uses
 its weights, and the next unit is asked for before (parallel/data.py); a sum is added to the gradients when it
-has come (behind.py).
+has come (deferred_sums.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single, inside_backward
-from shardwise.comm.behind import NEUTRAL, UnitBehind
 from shardwise.comm.comm import EXPOSED, Comm
-from shardwise.comm.compressor import Compressor
-from shardwise.comm.gathers import EncodedGather, Float8Gather, NearbyCopy
+from shardwise.comm.deferred_sums import NEUTRAL, UnitBehind
 from shardwise.comm.gloo import NO_TIMEOUT, GatherUnderWay, PartsUnderWay, all_gather, reduce_scatter
-from shardwise.comm.in_order import InOrder
+from shardwise.comm.gradient_compression import Compressor
+from shardwise.comm.ordered_sums import InOrder
+from shardwise.comm.weight_gathers import EncodedGather, Float8Gather, NearbyCopy
 from shardwise.observe import Collective
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.comm import Comm
-from shardwise.comm.compressed import Rows
+from shardwise.comm.compressed_sums import Rows
 
 
 class LowRankSum:

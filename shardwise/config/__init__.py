@@ -6,7 +6,7 @@ from shardwise.config.check import (
     least_zero,
     problems_of_compression,
 )
-from shardwise.config.dtypes import Precision
+from shardwise.config.dtype_names import Precision
 from shardwise.config.layout_rules import (
     BY_OPERATOR,
     borrowed,
@@ -41,7 +41,7 @@ from shardwise.config.schema import (
     Source,
     Train,
 )
-from shardwise.config.write import to_toml
+from shardwise.config.write_job import to_toml
 
 __all__ = [
     "AXES",

@@ -63,7 +63,7 @@ class SumCompression:
 
 @dataclass(frozen=True)
 class WeightGathers:
-    """How a job's sharded weights are gathered, where not plainly (comm/gathers.py)."""
+    """How a job's sharded weights are gathered, where not plainly (comm/weight_gathers.py)."""
 
     codec: RowCodec | None
     """None: as they are."""

@@ -29,7 +29,7 @@ from shardwise.config.compression import AUTO
 from shardwise.config.layouts import problems_of_layout
 from shardwise.config.other_names import did_you_mean, dtype_meant, our_key, suggestion
 from shardwise.config.presets import PRESETS
-from shardwise.config.pretrained import Tables, with_pretrained
+from shardwise.config.pretrained_folder import Tables, with_pretrained
 from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Source, Train, keys_of
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes

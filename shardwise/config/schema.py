@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.codecs import parse_codec
 from shardwise.config.compression import AUTO
-from shardwise.config.dtypes import Precision
+from shardwise.config.dtype_names import Precision
 from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 from shardwise.drivers.registry import DRIVERS, drivers
 from shardwise.optimizers import BUILT_IN, Optimizer, from_table

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from shardwise.config.dtypes import PeakPrecision
+from shardwise.config.dtype_names import PeakPrecision
 from shardwise.cost.cluster import KINDS, Cluster, Device, Kind, Link, Measured
 from shardwise.errors import ConfigError, UserError, shown
 from shardwise.files import parse_toml, read_bytes

@@ -1,5 +1,5 @@
-"""What compressed sums (comm/compressed.py) cost a device beside its links: numbers encoded and decoded, and
-copies around that.
+"""What compressed sums (comm/compressed_sums.py) cost a device beside its links: numbers encoded and decoded,
+and copies around that.
 
 A sum of n numbers over N devices, each of which has N rows of n / N:
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.float8_work import Streamed, block_traffic, head_traffic
-from shardwise.cost.products import Product, products_of, share_in_float8, tokens_here
-from shardwise.cost.space import Array, Space, Work
-from shardwise.cost.stack import Stack
+from shardwise.cost.matmuls import Product, products_of, share_in_float8, tokens_here
+from shardwise.cost.software import Software
+from shardwise.cost.space import Array, Space, Workload
 from shardwise.plan import dtypes
 
 ATTENTION_BACKWARD = 2.5
@@ -75,22 +75,22 @@ class BlockSeconds:
         return 2 * self.matmul + self.attention_backward + self.elementwise_backward
 
 
-def value_bytes(work: Work) -> int:
+def value_bytes(work: Workload) -> int:
     """Bytes of an activation."""
     return dtypes.value_bytes(work.precision)
 
 
-def weight_bytes(work: Work, stack: Stack) -> float:
+def weight_bytes(work: Workload, stack: Software) -> float:
     """Of a weight that is computed with and gathered: those of its dtype, 2 where products are narrower."""
     return stack.weight_bytes * value_bytes(work) / 2
 
 
-def reduce_bytes(work: Work, stack: Stack) -> float:
+def reduce_bytes(work: Workload, stack: Software) -> float:
     """Of a gradient on the wire."""
     return stack.reduce_bytes * (2 if work.reduce_dtype == "float64" else 1)
 
 
-def casts(work: Work) -> bool:
+def casts(work: Workload) -> bool:
     """Whether weights are stored in another dtype than they are computed with."""
     return BYTES[work.state_dtype] != value_bytes(work)
 
@@ -115,7 +115,7 @@ def workers_sharing(space: Space, cluster: Cluster) -> Array | float:
     return np.minimum(space.world, cluster.devices_per_node).astype(float) if cluster.shared else 1.0
 
 
-def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> BlockSeconds:
+def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> BlockSeconds:
     """A transformer block on one device."""
     device, sharing = cluster.device, workers_sharing(space, cluster)
     speed = _stream(device, sharing)
@@ -139,7 +139,7 @@ def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> BlockSeco
     )
 
 
-def _seconds(matrix: Product, work: Work, device: Device, sharing: Array | float) -> Array:
+def _seconds(matrix: Product, work: Workload, device: Device, sharing: Array | float) -> Array:
     """Of one product, some of which may be in float8 and the others as the values between them."""
     sizes = matrix.m, matrix.n, matrix.k
     if work.float8 is None:
@@ -153,7 +153,7 @@ def _seconds(matrix: Product, work: Work, device: Device, sharing: Array | float
     return result
 
 
-def _streamed(work: Work, space: Space, stack: Stack) -> Streamed:
+def _streamed(work: Workload, space: Space, stack: Software) -> Streamed:
     """Values that elementwise kernels read and write for each token, forward."""
     model, tensor = work.model, space.tensor.astype(float)
     wide = 2 if model.gated else 1
@@ -173,7 +173,7 @@ def _streamed(work: Work, space: Space, stack: Stack) -> Streamed:
     return Streamed(attention, half + 3 * model.shared_experts * model.expert_width / tensor, grouped)
 
 
-def _quantised(work: Work, space: Space) -> Array | float:
+def _quantised(work: Workload, space: Space) -> Array | float:
     """Values that other programs move to scale and cast the inputs of each product of 8 or 4 bits."""
     model = work.model
     if work.precision not in ("float8", "float4"):
@@ -183,7 +183,7 @@ def _quantised(work: Work, space: Space) -> Array | float:
 
 
 def _attention(
-    work: Work, space: Space, device: Device, stack: Stack, sharing: Array | float
+    work: Workload, space: Space, device: Device, stack: Software, sharing: Array | float
 ) -> tuple[Array, Array, Array]:
     """Forward and backward seconds of the attention core, and the bytes of scores moved (none in flash
     attention)."""
@@ -214,7 +214,7 @@ def _attention(
     return once, once * backward, np.zeros_like(pairs)
 
 
-def head(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Array, Array]:
+def head(work: Workload, space: Space, cluster: Cluster, stack: Software) -> tuple[Array, Array]:
     """Seconds of the output head's products and of the loss, forward and backward, of one micro-batch."""
     model, sharing = work.model, workers_sharing(space, cluster)
     tokens, part = tokens_here(work, space), model.vocabulary / space.tensor
@@ -231,7 +231,7 @@ def head(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Arra
     return products, moved / _stream(cluster.device, sharing)
 
 
-def embedding(work: Work, space: Space, cluster: Cluster) -> Array:
+def embedding(work: Workload, space: Space, cluster: Cluster) -> Array:
     """Seconds of looking up the embedding and of its gradient."""
     moved = tokens_here(work, space) / space.tensor * work.model.hidden * LOOKUP_BYTES
     return moved / _stream(cluster.device, workers_sharing(space, cluster))

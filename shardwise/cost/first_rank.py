@@ -11,10 +11,11 @@ import numpy as np
 
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import parameter_shapes
 from shardwise.config.schedules import of_schedule
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
+from shardwise.cost.software import Software
 from shardwise.cost.space import (
     BUT_ATTENTION,
     FULL,
@@ -23,13 +24,12 @@ from shardwise.cost.space import (
     Bools,
     Ints,
     Space,
-    Work,
+    Workload,
     distinct,
     is_compiled,
     take,
 )
-from shardwise.cost.stack import Stack
-from shardwise.cost.stages import Cut, cut
+from shardwise.cost.stage_blocks import Cut, cut
 from shardwise.plan.dtypes import computes_wide, wide
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
@@ -40,15 +40,15 @@ from shardwise.plan.slices import sliced, split_dim
 class FirstRank:
     """What rank 0 has, and what its program does with it."""
 
-    work: Work
+    work: Workload
     space: Space
-    stack: Stack
+    stack: Software
     device: str
     engine: Engine
     cut: Cut
 
     @classmethod
-    def of(cls, work: Work, space: Space, stack: Stack, device: str) -> FirstRank:
+    def of(cls, work: Workload, space: Space, stack: Software, device: str) -> FirstRank:
         """Rank 0 of every candidate."""
         return cls(work, space, stack, device, engine_of(space, work.model.experts), cut(work, space, stack))
 

@@ -1,7 +1,7 @@
 """What shardwise's products in float8 cost beside the products: bytes moved by casting, by looking for
 maxima, by transposing.
 
-For each product of rows m, inputs k and outputs n (models/float8.py), in a compiled block:
+For each product of rows m, inputs k and outputs n (models/float8_products.py), in a compiled block:
 
 - Inputs, and in backward gradients, are written in 8 bits instead of 16 by the kernel that makes them. Where
   none of ours does (attention's output, what the tensor axis gathered), they are read and written once
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.config.dtypes import BYTES
-from shardwise.cost.products import Product, float8_weights, products_of, share_in_float8
-from shardwise.cost.space import Array, Bools, Space, Work, is_compiled, take
+from shardwise.config.dtype_names import BYTES
+from shardwise.cost.matmuls import Product, float8_weights, products_of, share_in_float8
+from shardwise.cost.space import Array, Bools, Space, Workload, is_compiled, take
 from shardwise.plan.chunks import chunk_tokens
 from shardwise.plan.engine import engine_of
-from shardwise.plan.float8 import casts_once
+from shardwise.plan.float8_choice import casts_once
 
 LOOKING = 1.55
 """Time of a kernel that also seeks the largest magnitude and counts what is lost, over that of its bytes (902
@@ -66,7 +66,7 @@ class Streamed:
 
 
 def block_traffic(
-    work: Work,
+    work: Workload,
     space: Space,
     device_type: str,
     products: Sequence[Product],
@@ -94,20 +94,20 @@ def block_traffic(
     return forward + part * casts, backward + np.where(once, 0.0, casts) + _transposed(work, products, part)
 
 
-def cast_once(work: Work, space: Space) -> Bools:
+def cast_once(work: Workload, space: Space) -> Bools:
     """Whether weights are cast once a step, not in every micro-batch, and kept in 8 bits both ways round."""
     once: Bools = casts_once(space.accumulation, engine_of(space, work.model.experts))
     return once
 
 
-def kept_weights(work: Work, space: Space, layers: Array) -> Array | float:
+def kept_weights(work: Workload, space: Space, layers: Array) -> Array | float:
     """Bytes of the weights of so many blocks that are kept so."""
     if work.float8 is None:
         return 0.0
     return np.where(cast_once(work, space), 2 * layers * float8_weights(work, products_of(work, space)), 0.0)
 
 
-def stored_bytes(work: Work, space: Space) -> Array:
+def stored_bytes(work: Workload, space: Space) -> Array:
     """Of a weight as a product finds it: as it is stored, or gathered in the computing dtype."""
     if BYTES[work.state_dtype] == 2:
         return np.full(len(space), 2.0)
@@ -117,7 +117,7 @@ def stored_bytes(work: Work, space: Space) -> Array:
 
 
 def _fused(
-    work: Work, space: Space, products: Sequence[Product], streamed: Streamed, size: int
+    work: Workload, space: Space, products: Sequence[Product], streamed: Streamed, size: int
 ) -> tuple[Array, Array]:
     """Bytes of a compiled block for each token, without those of weights."""
     shares = work.float8
@@ -150,7 +150,7 @@ def _fused(
     return forward, backward + LOOKING * (np.where(whole, CAST, 0.0) * of_norms - made)
 
 
-def _inputs(work: Work, products: Sequence[Product]) -> Array:
+def _inputs(work: Workload, products: Sequence[Product]) -> Array:
     """Numbers that are cast for each token before products; queries, keys and values have one input, gate and
     up another."""
     counted = [
@@ -161,7 +161,7 @@ def _inputs(work: Work, products: Sequence[Product]) -> Array:
     return sum(counted, np.zeros_like(products[0].k))
 
 
-def _gradients(work: Work, products: Sequence[Product]) -> Array:
+def _gradients(work: Workload, products: Sequence[Product]) -> Array:
     """The same of the gradients of their results."""
     counted = [
         share * one.count * one.n * one.m for one in products if (share := share_in_float8(work, one.kind))
@@ -169,7 +169,7 @@ def _gradients(work: Work, products: Sequence[Product]) -> Array:
     return sum(counted, np.zeros_like(products[0].k)) / products[0].m
 
 
-def _transposed(work: Work, products: Sequence[Product], of_weights: Array) -> Array:
+def _transposed(work: Workload, products: Sequence[Product], of_weights: Array) -> Array:
     """Bytes read and written to have both factors of a backward product along the dimension that is summed; a
     micro-batch has that part of the weights'."""
     copies = [
@@ -180,7 +180,7 @@ def _transposed(work: Work, products: Sequence[Product], of_weights: Array) -> A
     return sum(copies, np.zeros_like(products[0].k))
 
 
-def head_traffic(work: Work, space: Space, device_type: str, tokens: Array, loss_bytes: float) -> Array:
+def head_traffic(work: Workload, space: Space, device_type: str, tokens: Array, loss_bytes: float) -> Array:
     """Bytes of the loss and of its head: gradients of logits are written in 8 bits, not in 16, and copied
     transposed; the weight is cast, in two steps if it is stored wider, and transposed; and every chunk adds a
     product to its gradient."""
@@ -191,14 +191,14 @@ def head_traffic(work: Work, space: Space, device_type: str, tokens: Array, loss
     return tokens * rows * (loss_bytes - 1 + 2) + weight * (cast + ADDED * chunks)
 
 
-def head_chunk(work: Work, space: Space, device_type: str, tokens: Array) -> Array:
+def head_chunk(work: Workload, space: Space, device_type: str, tokens: Array) -> Array:
     """Tokens that the loss walks through at a time."""
     rows = np.ceil(work.model.vocabulary / space.tensor)
     chunk: Array = np.minimum(chunk_tokens(tokens, rows, 2, device_type, float8=True), tokens)
     return chunk
 
 
-def head_bytes(work: Work, space: Space, device_type: str, tokens: Array) -> Array:
+def head_bytes(work: Workload, space: Space, device_type: str, tokens: Array) -> Array:
     """Alive at once in the head. First a chunk's logits and their gradient; then the gradient, its transposed
     copy and the gradient of the weight, which is added to those before. All the time the weight in 8 bits,
     both ways round, and in 16 where it is stored wider."""
@@ -209,6 +209,6 @@ def head_bytes(work: Work, space: Space, device_type: str, tokens: Array) -> Arr
     return np.maximum(first, then) + weight * np.where(stored_bytes(work, space) > 2, 4.0, 2.0)
 
 
-def kernels(work: Work) -> float:
+def kernels(work: Workload) -> float:
     """Started for a block, forward and backward, beside those of any block."""
     return 0.0 if work.float8 is None else KERNELS * work.float8.products / work.model.layers

@@ -27,26 +27,26 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from shardwise.config import Model
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.config.schedules import of_schedule
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, kept_weights
-from shardwise.cost.products import tokens_here
+from shardwise.cost.matmuls import tokens_here
+from shardwise.cost.software import SHARDWISE, Software
 from shardwise.cost.space import (
     FULL,
     NONE,
     Array,
     Space,
-    Work,
+    Workload,
     concatenate,
     distinct,
     is_compiled,
     makes_blocks_again,
     take,
 )
-from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.cost.stages import Cut, cut
+from shardwise.cost.stage_blocks import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import wide
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
@@ -74,7 +74,7 @@ class Holdings:
     last_edge: Array
 
 
-def hold(work: Work, space: Space, stack: Stack) -> Holdings:
+def hold(work: Workload, space: Space, stack: Software) -> Holdings:
     """What each candidate's devices hold. It follows from the layout, and from whether gradients wait for
     other micro-batches."""
     layouts, index = space.layouts
@@ -83,7 +83,7 @@ def hold(work: Work, space: Space, stack: Stack) -> Holdings:
     return take(both, index + len(layouts) * (space.accumulation > 1))
 
 
-def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
+def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
     """The rank with most is the first, the last, or one between them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
     engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
@@ -136,7 +136,7 @@ def in_flight(space: Space) -> tuple[Array, Array]:
     return np.where(alone, 1.0, np.minimum(m, first)), np.where(alone, 1.0, np.minimum(m, last))
 
 
-def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> tuple[Array, Array]:
+def kept(work: Workload, space: Space, stack: Software, device_type: str = "cuda") -> tuple[Array, Array]:
     """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs
     backward."""
     model, tokens, tensor = work.model, tokens_here(work, space), space.tensor
@@ -195,7 +195,7 @@ def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> t
     return tokens * size * stays, tokens * size * live
 
 
-def _cast_anew(work: Work, space: Space, stack: Stack, device_type: str) -> Array | float:
+def _cast_anew(work: Workload, space: Space, stack: Software, device_type: str) -> Array | float:
     """Values a token that a compiled block with products in float8 does not keep: outputs of the norms and of
     the activation are needed in 8 bits alone, and made once more from what is there anyway
     (`recompute_casts`). A router needs the second norm's."""
@@ -208,14 +208,16 @@ def _cast_anew(work: Work, space: Space, stack: Stack, device_type: str) -> Arra
     return np.where(is_compiled(work, space, device_type), norms * residual + shares.down * inner, 0.0)
 
 
-def _capped_scores(work: Work) -> float:
+def _capped_scores(work: Workload) -> float:
     """Values that backward needs of each score that goes through a tanh: its tanh and its share, wide, and
     the share that multiplies values."""
     size = compute.value_bytes(work)
     return 2 * BYTES[wide(work.precision)] / size + (1 if size == 2 else 0)
 
 
-def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> dict[str, Array]:
+def footprint(
+    work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings
+) -> dict[str, Array]:
     """Bytes of the fullest device, by kind. States are the fullest rank's; activations those of the first
     pipeline rank, which has most in flight, or of the last, which has the logits."""
     model, alone, offloaded = work.model, space.pipeline == 1, space.offload == 1
@@ -257,7 +259,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
 
 
 def _activations(
-    work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings
+    work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings
 ) -> tuple[Array, Array]:
     """Bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
     model, size, tokens = work.model, compute.value_bytes(work), tokens_here(work, space)
@@ -278,7 +280,7 @@ def _activations(
 
 
 def _units(
-    work: Work, space: Space, cluster: Cluster, stack: Stack, engine: Engine, held: Holdings
+    work: Workload, space: Space, cluster: Cluster, stack: Software, engine: Engine, held: Holdings
 ) -> tuple[Array, Array]:
     """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the
     buffers in which it reduces: the largest unit's gradients as they were made, and as they are summed. CPU
@@ -296,7 +298,7 @@ def _units(
 
 
 def _without_the_hosts(
-    work: Work, space: Space, states: dict[str, Array], held: Holdings
+    work: Workload, space: Space, states: dict[str, Array], held: Holdings
 ) -> dict[str, Array]:
     """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole
     between micro-batches."""
@@ -314,7 +316,7 @@ def _without_the_hosts(
     }
 
 
-def host_bytes(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
+def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
     """Bytes of offloaded weights, gradients and optimizer states in the memory of one node, whose devices all
     have the fullest one's."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
@@ -322,7 +324,7 @@ def host_bytes(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Ar
     return np.where(space.offload == 1, numbers * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
 
 
-def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
+def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
     """Weights, gradients and optimizer state: the table of plan/memory.py, with this stack's widths."""
     stored = float(BYTES[work.state_dtype])
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
@@ -350,7 +352,9 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     }
 
 
-def _two_copies(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
+def _two_copies(
+    work: Workload, space: Space, stack: Software, engine: Engine, held: Part
+) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
     stored = float(BYTES[work.state_dtype])
     sharded, split = engine.zero > 0, engine.splits_backward

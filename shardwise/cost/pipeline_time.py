@@ -32,8 +32,8 @@ from shardwise.config.schedules import is_interleaved, of_schedule, splits_backw
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.footprint import Holdings
 from shardwise.cost.price import Busy, Priced
+from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Space
-from shardwise.cost.stack import Stack
 from shardwise.plan.step_terms import TERMS
 
 CONTENTION = 0.12
@@ -56,7 +56,7 @@ class Sums:
         """Those of an axis."""
         return cls(links.seconds(axis, "once"), links.beside(axis, "once"))
 
-    def exposed(self, room: Array, stack: Stack) -> Array:
+    def exposed(self, room: Array, stack: Software) -> Array:
         """What is left of them beside so many seconds of work."""
         return exposed(self.seconds, self.beside, room, stack)
 
@@ -85,7 +85,7 @@ class Step:
     busiest_link: Array
     """Seconds in which the busiest link of any device carries bytes: no step is shorter."""
 
-    def seconds(self, slowest: Array, ranks: Array, cluster: Cluster, stack: Stack) -> dict[str, Array]:
+    def seconds(self, slowest: Array, ranks: Array, cluster: Cluster, stack: Software) -> dict[str, Array]:
         """The whole step by term, where the slowest rank's own work takes so long, and all ranks together
         with their waits for each other."""
         pipeline = np.maximum(ranks + self.waits, self.held_up)
@@ -103,7 +103,7 @@ class Step:
         return {**seconds, "links": late * cluster.corrections.get("links", 1.0)}
 
 
-def exposed(seconds: Array, beside: Array, work: Array, stack: Stack) -> Array:
+def exposed(seconds: Array, beside: Array, work: Array, stack: Software) -> Array:
     """What is left of communication, some of which could run beside so much work, and what it slows that work
     by."""
     return seconds - (1 - CONTENTION) * stack.overlap_data * np.minimum(beside, work)
@@ -116,7 +116,7 @@ def total(terms: Mapping[str, Array]) -> Array:
 
 
 def step_of(
-    terms: dict[str, Array], average: Array, ends: Array, space: Space, cluster: Cluster, stack: Stack,
+    terms: dict[str, Array], average: Array, ends: Array, space: Space, cluster: Cluster, stack: Software,
     held: Holdings,
     links: Priced,
 ) -> Step:  # fmt: skip

@@ -36,7 +36,7 @@ longer is the term `links`. The link to the host hides nothing. How a pipeline's
 runs once a step come together is in `pipeline_time.py`.
 
 Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what
-differs between devices is in `cost/clusters.py`, what differs between programs in `cost/stack.py`.
+differs between devices is in `cost/clusters.py`, what differs between programs in `cost/software.py`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config.dtypes import BYTES, Precision
+from shardwise.config.dtype_names import BYTES, Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import kernels as float8_kernels
 from shardwise.cost.flow import When
 from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
+from shardwise.cost.matmuls import float8_weights, products_of, tokens_here
 from shardwise.cost.pipeline_time import Step, bubble, exposed, least_ranks, step_of, total
 from shardwise.cost.price import Priced, price
-from shardwise.cost.products import float8_weights, products_of, tokens_here
-from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, makes_blocks_again
-from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.software import SHARDWISE, Software
+from shardwise.cost.space import Array, Bools, Ints, Space, Workload, concatenate, makes_blocks_again
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
 from shardwise.plan.compilation import compiles_blocks
@@ -110,7 +110,7 @@ class Prediction:
         return total(self.memory)
 
 
-def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
+def predict(work: Workload, space: Space, cluster: Cluster, stack: Software = SHARDWISE) -> Prediction:
     """Seconds and bytes of every candidate, worked out for as many at once as lie in a processor's cache."""
     cluster = _emulating(work, cluster)
     _check_precision(work, cluster)
@@ -118,7 +118,7 @@ def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE
     return concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Prediction:
+def _predict(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Prediction:
     held, block = hold(work, space, stack), compute.block(work, space, cluster, stack)
     products, loss = compute.head(work, space, cluster, stack)
     links = price(flows(work, space, stack, cluster.device_type), work, space, cluster)
@@ -187,7 +187,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     )
 
 
-def _emulating(work: Work, cluster: Cluster) -> Cluster:
+def _emulating(work: Workload, cluster: Cluster) -> Cluster:
     """CPUs have no float8: its numbers are multiplied in float32 there."""
     device = cluster.device
     if work.precision != "float8" or cluster.device_type != "cpu" or "float8" in device.peak:
@@ -196,7 +196,7 @@ def _emulating(work: Work, cluster: Cluster) -> Cluster:
     return replace(cluster, device=replace(device, peak=peak, matmul_float8=device.matmul))
 
 
-def _check_precision(work: Work, cluster: Cluster) -> None:
+def _check_precision(work: Workload, cluster: Cluster) -> None:
     """No other precision's speed is taken in place of one that is not known."""
     if work.precision not in cluster.device.peak:
         known = ", ".join(name for name in get_args(Precision) if name in cluster.device.peak)
@@ -207,7 +207,7 @@ def _check_precision(work: Work, cluster: Cluster) -> None:
         )
 
 
-def _repeated(work: Work, block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
+def _repeated(work: Workload, block: compute.BlockSeconds, space: Space, stack: Software) -> Array:
     """Seconds of forward work done again in backward, in one block."""
     selective = (
         stack.selective_matmul * block.matmul
@@ -229,12 +229,12 @@ def _repeated(work: Work, block: compute.BlockSeconds, space: Space, stack: Stac
     return np.choose(space.recompute, [np.zeros_like(full), selective, attention, full])
 
 
-def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
+def _host(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Array:
     """Seconds in which the host starts the kernels of a block and micro-batch."""
     return cluster.device.launch * _kernels(work, space, stack, stack.starts)
 
 
-def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Array:
+def _kernels(work: Workload, space: Space, stack: Software, starts: float = 1.0) -> Array:
     """Kernels of a block and micro-batch, forward and backward; those of the block itself `starts` times."""
     full = np.where(makes_blocks_again(work, space), 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
@@ -247,7 +247,9 @@ def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Arr
     return kernels
 
 
-def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array, host: Array) -> Array:
+def _launch(
+    work: Workload, space: Space, cluster: Cluster, stack: Software, layer: Array, host: Array
+) -> Array:
     """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between
     kernels, or what the host takes longer than the device; all of the host's work where one core does
     both.
@@ -276,12 +278,12 @@ class _Tensor:
     @classmethod
     def of(
         cls,
-        work: Work,
+        work: Workload,
         links: Priced,
         per_block: Array,
         space: Space,
         cluster: Cluster,
-        stack: Stack,
+        stack: Software,
         computing: Array,
         host: Array,
     ) -> _Tensor:
@@ -312,13 +314,15 @@ class _Exchanges:
         return self.forward + self.backward
 
     @classmethod
-    def of(cls, links: Priced, per_block: Array, cluster: Cluster, stack: Stack) -> _Exchanges:
+    def of(cls, links: Priced, per_block: Array, cluster: Cluster, stack: Software) -> _Exchanges:
         """What the program does not hide behind another micro-batch."""
         shown = (1 - stack.overlap_expert * cluster.device.overlap) * per_block
         return cls(shown * links.seconds("expert", "forward"), shown * links.seconds("expert", "backward"))
 
 
-def _context(work: Work, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array) -> Array:
+def _context(
+    work: Workload, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array
+) -> Array:
     """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to
     those it has, and merges what it attended to; Ulysses sends queries, keys, values and outputs to their
     heads and back, and waits.
@@ -338,7 +342,7 @@ def _rings(space: Space) -> Bools:
 
 
 def _data_each(
-    space: Space, cluster: Cluster, stack: Stack, block: compute.BlockSeconds, repeated: Array,
+    space: Space, cluster: Cluster, stack: Software, block: compute.BlockSeconds, repeated: Array,
     tensor: _Tensor,
     expert: _Exchanges, links: Priced, per_block: Array,
 ) -> Array:  # fmt: skip
@@ -382,14 +386,16 @@ def _waits(space: Space, cluster: Cluster, links: Priced) -> dict[str, Array]:
     }
 
 
-def _exposed(links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Stack) -> Array:
+def _exposed(
+    links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Software
+) -> Array:
     """What is left of an axis' communication, scaled from that of a step, beside so much work, and what it
     slows that work by."""
     return exposed(links.seconds(axis, when) * scale, links.beside(axis, when) * scale, work, stack)
 
 
 def _accumulate(
-    work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings, narrow: Array | float
+    work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings, narrow: Array | float
 ) -> Array:
     """Seconds of adding up gradients and of casting weights, in every micro-batch. In float8, `narrow` of
     them are cast to that by their blocks; compiled ones cast the others twice instead of keeping them
@@ -411,7 +417,7 @@ def _accumulate(
     return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
 
 
-def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
+def _float8_numbers(work: Workload, space: Space, held: Holdings) -> Array | float:
     """Weights of shardwise's products in float8 on the first pipeline rank, before ZeRO. Their largest
     magnitudes are taken after each step."""
     if work.float8 is None:
@@ -423,7 +429,7 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
     return numbers + np.where(here, work.model.vocabulary * work.model.hidden / space.tensor, 0.0)
 
 
-def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
+def _optimizer(work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings) -> Array:
     """Seconds of the update, and of the norm that is taken before: what the optimizer says it moves."""
     width, rounds = BYTES[work.state_dtype], work.state_dtype == "bfloat16"
     compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
@@ -448,7 +454,7 @@ def _slowest(
     return np.where(alone, average, slowest), average
 
 
-def _offload(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
+def _offload(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
     """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices
     of a node share what that memory moves."""
     share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)

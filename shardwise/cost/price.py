@@ -22,7 +22,7 @@ from shardwise.cost import codec_work
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, busy_links, copies, group_of, rates
 from shardwise.cost.flow import Flow, When
-from shardwise.cost.space import Array, Bools, Space, Work, take
+from shardwise.cost.space import Array, Bools, Space, Workload, take
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import base
 
@@ -82,7 +82,7 @@ def axis_of(flow: Flow) -> str:
     return "data" if first == "expert_data" or (first == "replica" and flow.axis != "replica") else first
 
 
-def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> Priced:
+def price(sent: Sequence[Flow], work: Workload, space: Space, cluster: Cluster) -> Priced:
     """All flows of these candidates in seconds."""
     grids, index = space.grids
     groups: dict[str, Group] = {}
@@ -117,7 +117,7 @@ def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> P
     return Priced(of_bytes, message, messages, busy, of_seconds, of_beside)
 
 
-def _goes_on(flow: Flow, work: Work, space: Space) -> Bools:
+def _goes_on(flow: Flow, work: Workload, space: Space) -> Bools:
     """Whether a CPU worker computes while this flow of the data axis is under way: FSDP2 waits for gathers
     that are encoded or kept nearby, and where copies are summed after shards for both sums."""
     if flow.kind == "all_gather" and flow.codec_work is None:

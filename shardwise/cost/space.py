@@ -25,8 +25,8 @@ from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
 from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import compiles_blocks
-from shardwise.plan.float8 import Shares
-from shardwise.plan.stages import stage_blocks
+from shardwise.plan.cut_stages import stage_blocks
+from shardwise.plan.float8_choice import Shares
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.float64]
@@ -41,7 +41,7 @@ AT_ONCE = 2**14
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a step computes, whatever the layout."""
 
     model: Model
@@ -230,14 +230,14 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
     return first, np.repeat(of_runs, np.diff(starts, append=len(begins)))
 
 
-def makes_blocks_again(work: Work, space: Space) -> Bools:
+def makes_blocks_again(work: Workload, space: Space) -> Bools:
     """Where backward makes a block's products and collectives again. Those of experts are kept unless all is
     recomputed."""
     again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
     return again
 
 
-def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
+def is_compiled(work: Workload, space: Space, device_type: str) -> Bools:
     """Whether the blocks of each candidate go through torch.compile."""
     compiled: Bools = compiles_blocks(work.compile, device_type, work.float8 is not None, space)
     return compiled

@@ -33,7 +33,7 @@ compiled, which keeps gathered sequences where plain blocks gather again.
 What rank 0 has is in `first_rank.py`, what moves for its weights in `weight_flows.py`, for its activations in
 `block_flows.py`, and once a step in `step_flows.py`. `predict.py` prices these flows and derives no volume of
 its own: the bytes in a prediction, in the flows and in the ledger are the same. What other programs do
-differently (`Stack`) is said here too.
+differently (`Software`) is said here too.
 
 The cost: some forty products of arrays, whatever the model's depth, a microsecond a candidate. What depends
 on few distinct numbers (sizes of units, blocks of a cut) is worked out once for each of them and looked
@@ -47,14 +47,14 @@ from collections.abc import Iterable
 from shardwise.cost.block_flows import context_flows, expert_flows, loss_flows, stage_flows, tensor_flows
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, When
-from shardwise.cost.space import Space, Work
-from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.software import SHARDWISE, Software
+from shardwise.cost.space import Space, Workload
 from shardwise.cost.step_flows import step_flows
 from shardwise.cost.weight_flows import gathered_ahead, weight_flows
 from shardwise.plan.grid import label
 
 
-def flows(work: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cuda") -> list[Flow]:
+def flows(work: Workload, space: Space, stack: Software = SHARDWISE, device: str = "cuda") -> list[Flow]:
     """Everything that rank 0 sends in a step, for every candidate: one flow for each kind, axis and time that
     occurs. On a "cuda" device blocks are compiled and the loss has larger chunks than on a "cpu"."""
     layouts, index = space.layouts

@@ -35,9 +35,9 @@ from shardwise.config.schedules import is_interleaved
 from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
+from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Bools, Ints
-from shardwise.cost.stack import SHARDWISE
-from shardwise.cost.stages import gathered_in_vain
+from shardwise.cost.stage_blocks import gathered_in_vain
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -254,7 +254,8 @@ def _sharded(
 
 
 def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
-    """Weights of units gathered: as they are, or what is compressed of them encoded (comm/gathers.py)."""
+    """Weights of units gathered: as they are, or what is compressed of them encoded
+    (comm/weight_gathers.py)."""
     if weights.codec is None:
         sent = unit.numbers * weights.width - unit.cast * (weights.width - 1)
         return units("all_gather", axis, when, times, (unit.count, sent), 1.0)
@@ -279,7 +280,7 @@ def _sums(
     rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, among: Any
 ) -> Iterator[Flow]:
     """Gradients of units summed: as they are, or what is compressed of them in one or two hops
-    (comm/compressed.py)."""
+    (comm/compressed_sums.py)."""
     work = rank.work
     if work.compression is None or not work.compression.compresses(axis):
         yield units(kind, axis, when, times, unit.pair, rank.reduced)

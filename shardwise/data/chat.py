@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.pretrained import TOKENIZER_CONFIG, file_of, tokenizer_settings
+from shardwise.config.pretrained_folder import TOKENIZER_CONFIG, file_of, tokenizer_settings
 from shardwise.data.render import InvalidTemplate, Request, TemplateFailed, TemplateRefused, renderer
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading

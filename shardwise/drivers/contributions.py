@@ -23,8 +23,8 @@ from torch import Tensor
 
 from shardwise.asynchronous.gradient_store import GradientStore
 from shardwise.asynchronous.listener import Listener
+from shardwise.asynchronous.portions import Contribution, Portions, State
 from shardwise.asynchronous.scheduler import Scheduler, Update
-from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.config import Config
 from shardwise.drivers.server_settings import portions, server_settings
 from shardwise.errors import UserError
@@ -63,7 +63,7 @@ class Contributions:
         slices = {name: held(parameter) for name, parameter in self.parameters.items()}
         self.store = GradientStore(slices, dtype, self._settings.codec)
         self.rows = config.train.global_batch // portions(config)
-        work = Work(
+        work = Portions(
             portions=portions(config),
             updates=config.train.steps,
             most_stale=self._settings.staleness_bound,

@@ -29,7 +29,7 @@ from shardwise.drivers.server_settings import server_settings
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, open_team_store
 from shardwise.models import attention_backends
-from shardwise.models.dtypes import DTYPES
+from shardwise.models.torch_dtypes import DTYPES
 from shardwise.plan import choose
 from shardwise.resilience.channel import UntrustedMessage
 from shardwise.resilience.worker_link import WorkerLink
@@ -50,7 +50,7 @@ class Contributor:
         self._config, self._training = config, _build_alone(config, worker, dataset)
 
     def work(self, worker: Worker, ranks: int, link: WorkerLink) -> bool:
-        """Work for this many servers; return whether all is done. False: the servers are gone."""
+        """Workload for this many servers; return whether all is done. False: the servers are gone."""
         wires: list[Wire] = []
         try:
             for rank in range(ranks):

@@ -29,7 +29,7 @@ from shardwise.checkpoint.save import State
 from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.codecs import parse_row_codec
 from shardwise.comm import Comm
-from shardwise.comm.under_way import SumUnderWay
+from shardwise.comm.async_sum import SumUnderWay
 from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 

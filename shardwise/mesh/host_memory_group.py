@@ -138,7 +138,7 @@ class TransferQueue:
         self._thread.start()
 
     @torch.no_grad()
-    def start(self, transfer: Transfer) -> Work:
+    def start(self, transfer: Transfer) -> TransferWork:
         """Put a transfer into the queue."""
         for tensor in (*transfer.inputs, *transfer.outputs):
             _check(tensor, self.device)
@@ -146,7 +146,7 @@ class TransferQueue:
             self._failure.check()
             self._save_inputs(transfer)
             self._pending.put(transfer)
-        return Work(self._failure, transfer)
+        return TransferWork(self._failure, transfer)
 
     def close(self) -> None:
         """End the thread. Unless something failed, queued transfers get a little time to end."""
@@ -241,7 +241,7 @@ def _check(tensor: Tensor, device: torch.device) -> None:
         raise ValueError(f"{NAME}: tensors must be contiguous")
 
 
-class Work(dist.Work):
+class TransferWork(dist.Work):
     """Handle of a transfer that was started."""
 
     def __init__(self, failure: Failure, transfer: Transfer) -> None:

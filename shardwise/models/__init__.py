@@ -12,10 +12,10 @@ from shardwise.models.initialise import (
     initialise,
 )
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
-from shardwise.models.own import adapt, build_own, count_items, counts_items
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
-from shardwise.models.unfilled import lost_values, weights_without_memory
+from shardwise.models.unallocated import lost_values, weights_without_memory
+from shardwise.models.user_module import adapt, build_own, count_items, counts_items
 
 __all__ = [
     "IGNORED",

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.config import Model
-from shardwise.models.dtypes import wide
 from shardwise.models.layers import Linear, RMSNorm
 from shardwise.models.products import attention, matmul
 from shardwise.models.rotary import Angles, rotate
+from shardwise.models.torch_dtypes import wide
 
 PREFERENCE = {
     "cuda": (

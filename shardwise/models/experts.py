@@ -9,8 +9,8 @@ ever dropped: the rows are sorted by expert and each expert takes as many as it 
 a GPU in bfloat16, else by a loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts'
 arithmetic that costs a copy of tokens × experts_per_token rows and a sum over them, and as much in backward.
 Sorting and unsorting are gathers by a permutation in both directions (models/sorting.py), so no sum depends
-on the order in which threads arrive. In float8 (models/grouped8.py) tokens are cast before they are copied,
-and the copies have 8 bits.
+on the order in which threads arrive. In float8 (models/float8_grouped.py) tokens are cast before they are
+copied, and the copies have 8 bits.
 
 The router computes in float32 or better whatever flows through the model, with weights that no layout rounds
 (parallel/data.py): a rounded score would send tokens elsewhere.
@@ -44,12 +44,12 @@ from torch import Tensor, nn
 
 from shardwise._torch import inside_backward
 from shardwise.config import Model
-from shardwise.models.dtypes import wide
-from shardwise.models.grouped8 import GroupedProducts
+from shardwise.models.float8_grouped import GroupedProducts
 from shardwise.models.layers import GatedFeedForward
 from shardwise.models.products import linear
 from shardwise.models.sorting import Sorting, inverse, mix, permute
-from shardwise.models.unfilled import ExactBuffers
+from shardwise.models.torch_dtypes import wide
+from shardwise.models.unallocated import ExactBuffers
 
 ALIGNED = 16
 """Bytes to which the grouped matmul wants every row aligned."""

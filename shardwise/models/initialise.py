@@ -11,8 +11,8 @@ the float32 run that it proves. A GPU takes some milliseconds a billion paramete
 The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a block that write to the
 residual stream divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one
 (zero where one is added), biases zero. A router's logits begin with variance one at any width, so that tokens
-spread over the experts from the first step. A user's own module (models/own.py) may say otherwise, of all or
-some weights, in a method `initial_value(name, shape, seed)`, which gives a parameter whole.
+spread over the experts from the first step. A user's own module (models/user_module.py) may say otherwise, of
+all or some weights, in a method `initial_value(name, shape, seed)`, which gives a parameter whole.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import Model
-from shardwise.models.dtypes import wide
-from shardwise.models.float8 import Float8
+from shardwise.models.float8_products import Float8
 from shardwise.models.products import linear
+from shardwise.models.torch_dtypes import wide
 
 
 class Linear(nn.Linear):

@@ -40,9 +40,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, E5M2, Float8, cast, multiply, quantise, transposed
+from shardwise.models.float8_products import E4M3, E5M2, Float8, cast, multiply, quantise, transposed
 from shardwise.models.products import multiplies_in_float32
+from shardwise.models.torch_dtypes import wide
 from shardwise.plan.chunks import chunk_tokens
 
 IGNORED = -100

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.config import Model
 from shardwise.config.schema import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
-from shardwise.models.unfilled import ExactBuffers
+from shardwise.models.unallocated import ExactBuffers
 
 Angles = tuple[Tensor, Tensor]
 """cos and signed sin, each (sequence, 1, head_dim): the 1 is the heads, which all turn alike."""

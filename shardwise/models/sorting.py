@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.models.dtypes import wide
+from shardwise.models.torch_dtypes import wide
 
 
 class Sorting(NamedTuple):

@@ -8,7 +8,7 @@ configuration says.
 The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how
 many heads share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a
 head of its own or the embedding again. A plain module, full-size: it knows no ranks. It can be built without
-memory for its weights (models/unfilled.py), parallelised, materialised with `to_empty`, and then given its
+memory for its weights (models/unallocated.py), parallelised, materialised with `to_empty`, and then given its
 values (models/initialise.py).
 
 Everything that needs a parameter happens inside `forward`, the loss and the logits for sampling too, because
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardwise.config import Model
 from shardwise.models.attention import Attention, AttentionMask
 from shardwise.models.experts import MixtureOfExperts
-from shardwise.models.float8 import Float8
+from shardwise.models.float8_products import Float8
 from shardwise.models.layers import Embedding, make_feed_forward, make_norm
 from shardwise.models.loss import cap_logits, linear_cross_entropy
 from shardwise.models.products import linear

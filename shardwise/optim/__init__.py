@@ -1,7 +1,7 @@
 """Updates of sharded weights, schedules, loss scaling, global clipping."""
 
+from shardwise.optim.loss_scaling import LossScale
 from shardwise.optim.norm import first_non_finite, global_norm, local, sharded_axes
-from shardwise.optim.scaling import LossScale
 from shardwise.optim.sharded import ShardedOptimizer, make_optimizer
 from shardwise.optim.update import update
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.comm import Comm
-from shardwise.models.dtypes import wide
+from shardwise.models.torch_dtypes import wide
 
 
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:

@@ -1,6 +1,6 @@
 """A plain model becomes a parallel one. The order matters and is written down here once:
 
-1. build without memory for the weights, however large the model (models/unfilled.py);
+1. build without memory for the weights, however large the model (models/unallocated.py);
 2. cut it into pipeline stages, and keep this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
 4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and
@@ -35,21 +35,21 @@ from shardwise.models import (
     initialise,
     weights_without_memory,
 )
-from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
-from shardwise.models.float8 import Scale
+from shardwise.models.float8_products import Scale
 from shardwise.models.layers import Embedding
+from shardwise.models.torch_dtypes import DTYPES
 from shardwise.optim import local
 from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.context import own_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
-from shardwise.parallel.float8 import Scales, use_float8
-from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.float8_scales import Scales, use_float8
+from shardwise.parallel.parallel_model import ParallelModel
 from shardwise.parallel.placement import own_part
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds, seed_blocks
-from shardwise.parallel.stages import cut_out, own_stages
+from shardwise.parallel.stage_modules import cut_out, own_stages
 from shardwise.parallel.tables import LOOKED_UP, table_of
 from shardwise.parallel.tensor import is_whole, split_over_tensor
 from shardwise.plan import ModelSpec, Plan

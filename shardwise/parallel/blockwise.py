@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.models.attention import attend_to, visible
-from shardwise.models.dtypes import wide
 from shardwise.models.products import multiplies_in_float32
+from shardwise.models.torch_dtypes import wide
 
 _aten = torch.ops.aten
 

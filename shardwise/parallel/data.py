@@ -26,7 +26,7 @@ With `replica` above 1 the shards live inside each replica, and an all-reduce of
 joins the replicas once a step.
 
 plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are
-on their way, with room for as many that come (comm/behind.py).
+on their way, with room for as many that come (comm/deferred_sums.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from shardwise.comm import (
     SumsBehind,
     UnitBehind,
 )
-from shardwise.models.float8 import ScaledProduct
+from shardwise.models.float8_products import ScaledProduct
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within

@@ -21,7 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.parallel_model import ParallelModel
 from shardwise.parallel.placement import held
 
 Slices = tuple[slice, ...]

@@ -33,11 +33,11 @@ from shardwise._torch import pipeline_runtime
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import Head
-from shardwise.models.dtypes import wide
+from shardwise.models.torch_dtypes import wide
 from shardwise.optim import local
 from shardwise.parallel.data import DataParallel
-from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.stages import AXIS, Stages
+from shardwise.parallel.parallel_model import ParallelModel
+from shardwise.parallel.stage_modules import AXIS, Stages
 
 
 class _StageModule(nn.Module):

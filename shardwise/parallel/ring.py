@@ -56,7 +56,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm import Comm, Exchange
 from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
-from shardwise.models.dtypes import wide
+from shardwise.models.torch_dtypes import wide
 from shardwise.parallel.blockwise import (
     KERNELS,
     Attended,

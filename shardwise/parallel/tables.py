@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise.errors import UserError
 from shardwise.models import Sharding
-from shardwise.models.own import name_of
+from shardwise.models.user_module import name_of
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""

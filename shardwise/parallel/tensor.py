@@ -41,7 +41,7 @@ from shardwise.comm import Comm
 from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Head, Role, Sharding, VocabularyPart, linear_cross_entropy
-from shardwise.models.float8 import Float8
+from shardwise.models.float8_products import Float8
 from shardwise.models.layers import lookup
 from shardwise.models.loss import cap_logits
 from shardwise.models.products import linear

@@ -1,6 +1,7 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
 from shardwise.plan.choose import Asked, choose, fit, micro_batch_size
+from shardwise.plan.cut_stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
@@ -9,7 +10,6 @@ from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.model_spec import Float8Spec, ModelSpec
 from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
 from shardwise.plan.schedule import Action, Schedule, make_schedule
-from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
 
 __all__ = [

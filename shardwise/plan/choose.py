@@ -33,13 +33,13 @@ from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.parameters import OwnParameters, count
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError
+from shardwise.plan.cut_stages import stage_blocks
 from shardwise.plan.engine import shares_weights
-from shardwise.plan.float8 import unknown_patterns
+from shardwise.plan.float8_choice import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.model_spec import ModelSpec
 from shardwise.plan.plan import DEFAULT, Decision, Plan
-from shardwise.plan.stages import stage_blocks
 from shardwise.plurals import counted
 from shardwise.units import GIB
 

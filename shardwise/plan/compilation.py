@@ -17,8 +17,8 @@ def reasons_not_to_compile(
     return {
         "train.compile = false": setting is False,
         "auto compiles on GPUs": setting == "auto" and device != "cuda",
-        # Compiled code hands on what it has seen of a tensor as a gradient of a probe (models/float8.py),
-        # and neither half of a backward asks for that gradient.
+        # Compiled code hands on what it has seen of a tensor as a gradient of a probe
+        # (models/float8_products.py), and neither half of a backward asks for that gradient.
         "float8 in a schedule that splits backward": splits_backward(layout) & float8,
     }
 

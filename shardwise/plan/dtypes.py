@@ -1,4 +1,4 @@
-"""Which dtype each number has, by name (config/dtypes.py).
+"""Which dtype each number has, by name (config/dtype_names.py).
 
 | number                                   | dtype                                                        |
 | ---------------------------------------- | ------------------------------------------------------------ |
@@ -11,7 +11,7 @@
 |                                          | tokens to another expert                                     |
 | gradients on their way through FSDP2     | the wide dtype of the precision                              |
 
-Runtime and cost model read this table; `models/dtypes.py` turns a name into torch's own dtype.
+Runtime and cost model read this table; `models/torch_dtypes.py` turns a name into torch's own dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config import Train
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.plan.engine import Engine
 
 

@@ -1,7 +1,7 @@
 """Bytes of model state a device holds: weights, gradients and optimizer state, under each ZeRO stage.
 
 Where gradients are compressed, r P more: what was left out of them, whatever is sharded
-(comm/compressed.py).
+(comm/compressed_sums.py).
 
 With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored
 value (4, float32), c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last
@@ -37,14 +37,14 @@ from dataclasses import dataclass
 
 from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import OwnParameters
+from shardwise.plan.cut_stages import stage_blocks
 from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
 from shardwise.plan.slices import Count, Part, parts_of, with_peers
-from shardwise.plan.stages import stage_blocks
 
 
 @dataclass(frozen=True)

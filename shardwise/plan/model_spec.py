@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.config import Config, Model
 from shardwise.plan.dtypes import Dtypes
-from shardwise.plan.float8 import in_float8, unfit
+from shardwise.plan.float8_choice import in_float8, unfit
 
 
 @dataclass(frozen=True)

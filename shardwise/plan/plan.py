@@ -18,12 +18,12 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.config import Config, Layout, Recompute
 from shardwise.config.compression import SumCompression, WeightGathers
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.files import parse_as, read_bytes
 from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import why_not_compiled
 from shardwise.plan.engine import Engine, engine_of
-from shardwise.plan.float8 import casts_once
+from shardwise.plan.float8_choice import casts_once
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
 from shardwise.plan.model_spec import ModelSpec

@@ -19,7 +19,7 @@ from shardwise.config.parameters import active_count, count
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import RECOMPUTE, Ints, Space, Work, concatenate, take
+from shardwise.cost.space import RECOMPUTE, Ints, Space, Workload, concatenate, take
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
@@ -91,7 +91,7 @@ def _listed(result: SearchResult, listed: Ints) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=8)
-def _flops(work: Work) -> float:
+def _flops(work: Workload) -> float:
     return flops_per_token(work.model, work.sequence_length)
 
 
@@ -135,7 +135,7 @@ def _best(config: Config, result: SearchResult, index: int) -> dict[str, Any]:
     }
 
 
-def traffic(work: Work, cluster: Cluster, space: Space) -> list[dict[str, Any]]:
+def traffic(work: Workload, cluster: Cluster, space: Space) -> list[dict[str, Any]]:
     """Return the bytes and calls of each collective of one step on rank 0, counted as in the ledger."""
     sent = totals(flows(work, space, device=cluster.device_type), space, 0)
     keys = [key.partition("/") for key in sent]

@@ -24,13 +24,13 @@ import numpy as np
 from shardwise.config import Config, divisors
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.flops import flops_per_token
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident
 from shardwise.search.reasons import best_layout, count_devices, nothing_fits
-from shardwise.search.search import SearchResult, host_limit, limit, offloads, search, work_of
+from shardwise.search.search import SearchResult, host_limit, limit, offloads, search, workload_of
 from shardwise.units import GIB
 
 MOST = 16_384
@@ -166,7 +166,7 @@ def _days(number: float) -> str:
 def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
     """Return the seconds of a step if every device computed at its peak and did nothing else. No layout is
     quicker."""
-    work = work_of(config)
+    work = workload_of(config)
     workers = -(-devices // cluster.devices_per_node) if cluster.shared else devices
     peaks, precision = cluster.device.peak, work.precision.split()[0]
     peak = peaks.get(precision, max(peaks.values())) / min([1.0, *cluster.corrections.values()])
@@ -175,7 +175,7 @@ def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
 
 def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | None:
     """Return the seconds of a step in the quickest layout that fits, by closed forms; None if none fits."""
-    work, margin, quickest = work_of(config), config.cluster.margin, np.inf
+    work, margin, quickest = workload_of(config), config.cluster.margin, np.inf
     for part in candidates(config, devices, fixed_fields(config), offloads(cluster)).space.parts():
         prediction = predict(work, part, cluster, SHARDWISE)
         on_devices = prediction.peak <= limit(cluster, margin, devices)

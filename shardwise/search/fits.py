@@ -8,10 +8,10 @@ import numpy as np
 from shardwise.config import Config
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.footprint import footprint, hold, host_bytes
-from shardwise.cost.space import Bools, Space, Work
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import Bools, Space, Workload
 from shardwise.search.candidates import candidates, fixed_fields
-from shardwise.search.search import host_limit, limit, offloads, work_of
+from shardwise.search.search import host_limit, limit, offloads, workload_of
 
 
 def any_fits(config: Config, cluster: Cluster, devices: int) -> bool:
@@ -27,11 +27,11 @@ def any_fits_resident(config: Config, cluster: Cluster, devices: int) -> bool:
 
 
 def _some_fit(config: Config, cluster: Cluster, devices: int, space: Space) -> bool:
-    work, margin = work_of(config), config.cluster.margin
+    work, margin = workload_of(config), config.cluster.margin
     return any(bool(fitting(work, part, cluster, margin, devices).any()) for part in space.parts())
 
 
-def fitting(work: Work, space: Space, cluster: Cluster, margin: float, devices: int) -> Bools:
+def fitting(work: Workload, space: Space, cluster: Cluster, margin: float, devices: int) -> Bools:
     """Return which candidates fit. Memory alone is much quicker to compute than the whole prediction."""
     held = hold(work, space, SHARDWISE)
     memory = footprint(work, space, cluster, SHARDWISE, held)

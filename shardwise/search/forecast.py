@@ -18,7 +18,7 @@ from shardwise.plan.choose import Asked
 from shardwise.search.answer import chosen, device_peak, traffic
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
-from shardwise.search.search import play, work_of
+from shardwise.search.search import play, workload_of
 from shardwise.units import GIB
 
 
@@ -49,7 +49,7 @@ def forecast(
     """Return the seconds by term, the memory by kind, and the bytes of every collective, of one step under
     this layout."""
     space = space_of_layout(config.model, config.train.recompute, layout, micro_batch, accumulation)
-    work = work_of(config, bucket_bytes)
+    work = workload_of(config, bucket_bytes)
     prediction = play(work, space, cluster)
     total = float(prediction.total[0])
     return {

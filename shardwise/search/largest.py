@@ -15,12 +15,12 @@ from shardwise.config import Config, divisors
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
-from shardwise.cost.space import RECOMPUTE, Bools, Ints, Space, Work
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import RECOMPUTE, Bools, Ints, Space, Workload
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, fitting
 from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
-from shardwise.search.search import SearchResult, play, search, work_of
+from shardwise.search.search import SearchResult, play, search, workload_of
 from shardwise.units import GIB
 
 _LONGEST = 2**30
@@ -131,7 +131,7 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     In one layout memory grows with the micro-batch, so each layout has a largest one; all are bisected at
     once. A train.micro_batch in the job is ignored.
     """
-    cluster, work, margin = cluster.of(devices), work_of(config), config.cluster.margin
+    cluster, work, margin = cluster.of(devices), workload_of(config), config.cluster.margin
     space = _without_accumulation(config, devices)
 
     def fits(sizes: Ints) -> Bools:
@@ -173,7 +173,7 @@ def _largest_sizes(fits: Callable[[Ints], Bools], layouts: int) -> Ints:
     return low
 
 
-def _largest(config: Config, work: Work, space: Space, cluster: Cluster, batch: int) -> Largest:
+def _largest(config: Config, work: Workload, space: Space, cluster: Cluster, batch: int) -> Largest:
     prediction, row = play(work, space, cluster), space.row(0)
     seconds, copies, layout = float(prediction.total[0]), row["replica"] * row["data"], describe_layout(row)
     changes = {

@@ -22,12 +22,12 @@ from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import Array, Bools, Ints, Space, Work, take
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import Array, Bools, Ints, Space, Workload, take
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.dtypes import Dtypes
-from shardwise.plan.float8 import gathered_in_float8, scale_count, shares, unknown_patterns
+from shardwise.plan.float8_choice import gathered_in_float8, scale_count, shares, unknown_patterns
 from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
@@ -47,7 +47,7 @@ AT_FIRST = 16
 class SearchResult:
     """The result of a search. `order` lists the candidates that fit, best first; the first is the winner."""
 
-    work: Work
+    work: Workload
     cluster: Cluster
     devices: int
     space: Space
@@ -88,7 +88,7 @@ class SearchResult:
         return play(self.work, self.space.take([index]), self.cluster)
 
 
-def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
+def workload_of(config: Config, bucket_bytes: int | None = None) -> Workload:
     """Return what a step of this job computes. `bucket_bytes` is that of its plan."""
     train = config.train
     if problems := list(unknown_patterns(config.model, train)):
@@ -99,7 +99,7 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
     scales, cast = scale_count(config.model, train), gathered_in_float8(config.model, train)
     float8 = shares(config.model, train)
-    return Work(
+    return Workload(
         config.model,
         *size,
         *widths,
@@ -143,7 +143,7 @@ def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:
     """Cost every layout of this job on this many devices of the cluster."""
     started, margin = time.perf_counter(), config.cluster.margin
     check_countable(config)
-    fixed, work = fixed_fields(config), work_of(config)
+    fixed, work = fixed_fields(config), workload_of(config)
     proposed = candidates(config, devices, fixed, offloads(cluster))
     result = _costed(work, cluster, proposed.space, margin, proposed.refused, fixed, devices)
     return replace(result, seconds=time.perf_counter() - started)
@@ -155,7 +155,7 @@ def offloads(cluster: Cluster) -> bool:
 
 
 def _costed(
-    work: Work,
+    work: Workload,
     cluster: Cluster,
     space: Space,
     margin: float,
@@ -174,7 +174,7 @@ def _costed(
     )
 
 
-def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array, Array, Array]:
+def _cost(work: Workload, space: Space, cluster: Cluster) -> tuple[Array, Array, Array, Array]:
     """Return the seconds of every candidate, their lower bounds, and the bytes of devices and hosts.
 
     Nothing else of a prediction is kept, because for a million candidates it would take gigabytes.
@@ -187,7 +187,7 @@ def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array, Arr
 
 
 def _played_to_the_best(
-    work: Work, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array
+    work: Workload, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array
 ) -> Ints:
     """Simulate the pipelines that could be the quickest, in the order of their bounds, and return them.
 
@@ -234,7 +234,7 @@ def moving_parts(row: Mapping[str, int]) -> float:
 # -- candidates with their own schedules ---------------------------------------------------------------------
 
 
-def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
+def play(work: Workload, space: Space, cluster: Cluster) -> Prediction:
     """Return a prediction whose pipelines are simulated as they will run, with their actual stages."""
     closed = predict(work, space, cluster, SHARDWISE)
     pipelines = np.flatnonzero(space.pipeline > 1)
@@ -249,7 +249,7 @@ def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
     return replace(closed, seconds=seconds)
 
 
-def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[float, float]:
+def _times(work: Workload, space: Space, closed: Prediction, index: int) -> tuple[float, float]:
     """Return the seconds of a pipeline, and of its busiest rank's own work."""
     row = space.row(index)
     stage = [

@@ -31,8 +31,8 @@ from shardwise.cost.collectives import group_of, rates, wire_factor
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.price import axis_of
-from shardwise.cost.space import Space, Work
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import Space, Workload
 from shardwise.cost.traffic import flows
 from shardwise.plan.grid import devices
 from shardwise.search.requirements import wire_bytes
@@ -170,7 +170,7 @@ def _waiting(prediction: Prediction) -> float:
     return float(sum(prediction.seconds[name][0] for name in _WAITS))
 
 
-def _sent(result: SearchResult, work: Work, space: Space) -> float:
+def _sent(result: SearchResult, work: Workload, space: Space) -> float:
     """Return the bytes that one device sends per step to agree on gradients: the sums among its traffic,
     plain and compressed."""
     sums = [

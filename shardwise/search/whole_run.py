@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Config, Model
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import count
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from shardwise._torch import compute_deterministically
 from shardwise.checkpoint import Manifest, read_manifest
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.kept import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
+from shardwise.checkpoint.huggingface_files import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.save import (
     Checkpointer,
@@ -30,9 +29,10 @@ from shardwise.checkpoint.save import (
     set_random_state,
     state_of,
 )
+from shardwise.checkpoint.tensor_files import Contents
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
-from shardwise.config.pretrained import TOKENIZER
+from shardwise.config.pretrained_folder import TOKENIZER
 from shardwise.data import Dataset, with_data_settings
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import find_template
@@ -99,7 +99,7 @@ def build(
         compute_deterministically()
     if plan.model.float8 is not None and mesh.device.type == "cuda":
         check_float8(mesh.device)
-    # What a module draws is seeded apart (models/unfilled.py, parallel/seeds.py).
+    # What a module draws is seeded apart (models/unallocated.py, parallel/seeds.py).
     torch.manual_seed(train.seed)
     comm = Comm(mesh)
     # On a model of its own, because it calls forward, which may leave something in a user's module.

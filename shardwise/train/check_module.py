@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
 from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
-from shardwise.config.own_module import without_table
+from shardwise.config.module_file import without_table
 from shardwise.config.parameters import OwnParameters
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
@@ -32,7 +32,7 @@ from shardwise.models import (
     lost_values,
     matches,
 )
-from shardwise.models.own import accepted, name_of
+from shardwise.models.user_module import accepted, name_of
 from shardwise.parallel import build_plain
 from shardwise.parallel.tables import LOOKED_UP, table_of
 from shardwise.parallel.tensor import missing_entry, unfit

@@ -11,10 +11,10 @@ from shardwise.cost.device_peaks import peak_flops
 from shardwise.drivers.registry import driver_of
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
-from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
+from shardwise.models.torch_dtypes import DTYPES
 from shardwise.plan import COPIES, ModelSpec, simulate
-from shardwise.plan.float8 import idle_float8
+from shardwise.plan.float8_choice import idle_float8
 from shardwise.plan.grid import describe_degrees
 from shardwise.plurals import counted
 from shardwise.train.build import Training

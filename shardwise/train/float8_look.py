@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.parallel.float8 import Scales, Seen
+from shardwise.parallel.float8_scales import Scales, Seen
 from shardwise.train.build import Training
 
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import held_model
-from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
+from shardwise.checkpoint.huggingface_files import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import OUR_DTYPES, check_tokenizer, open_folder
+from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import Config, Model, Train
-from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
+from shardwise.config.pretrained_folder import CONFIG, TOKENIZER, file_of, tokenizer_settings
 from shardwise.data import Tokenizer, load_tokenizer
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import ChatTemplate, Message, spelling

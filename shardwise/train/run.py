@@ -44,9 +44,9 @@ from shardwise.train.build import (
     start_from_pretrained,
     start_from_seed,
 )
+from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
-from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.resume import resume_of
 from shardwise.train.sources import Source

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.data.batches import Batch, Batches
 from shardwise.models import attention_backends
-from shardwise.models.dtypes import DTYPES
+from shardwise.models.torch_dtypes import DTYPES
 from shardwise.train.build import Training
 from shardwise.train.shares import Dealer
 

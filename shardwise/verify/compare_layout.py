@@ -33,8 +33,8 @@ from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
+from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss
-from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.shares import Shares
 from shardwise.train.steps import Step, steps
 from shardwise.verify.plain_torch import PlainStep, Reader, Text, checksum, train_plainly

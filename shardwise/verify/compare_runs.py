@@ -25,7 +25,7 @@ from shardwise.config import Precision
 from shardwise.observe import read_metrics
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.contents import Contents
+    from shardwise.checkpoint.tensor_files import Contents
 
 TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
 """Largest relative difference of a loss that is allowed after the layout changed. A float32 job is not in
@@ -168,7 +168,7 @@ def _weights(
 ) -> tuple[dict[str, float], float, int]:
     """Return the tensors that differ, the largest relative difference of a weight, and the number of tensors
     that were compared."""
-    from shardwise.checkpoint.contents import Contents
+    from shardwise.checkpoint.tensor_files import Contents
 
     folders = [checkpoints(folder / "checkpoints")[-1:] for folder in (undisturbed, drilled)]
     if not all(folders):

@@ -33,9 +33,9 @@ from shardwise.asynchronous.messages import (
     Wait,
     Welcome,
 )
+from shardwise.asynchronous.portions import Portions
 from shardwise.asynchronous.scheduler import Scheduler
 from shardwise.asynchronous.wire import Wire, dial
-from shardwise.asynchronous.work import Work
 from shardwise.codecs import parse_row_codec
 from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience.channel import Credentials
@@ -48,7 +48,7 @@ class Served:
     """A server whose weights are sums of what was pushed: gradients are one-hot at their portion, modulo the
     numbers."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Portions) -> None:
         self.work, self.store, self.scheduler = work, GradientStore(SLICES, torch.float32), Scheduler(work)
         self.weights = torch.zeros(10)
         self.store.publish(0, self.weights.clone())
@@ -79,7 +79,7 @@ class Served:
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    served = Served(Work(*request.param))
+    served = Served(Portions(*request.param))
     yield served
     served.end()
 
@@ -244,7 +244,7 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
 @pytest.mark.parametrize("codec", ["bfloat16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
 def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: str) -> None:
     compression = parse_row_codec(codec)
-    store, scheduler = GradientStore(SLICES, torch.float32, compression), Scheduler(Work(1, 2, 0))
+    store, scheduler = GradientStore(SLICES, torch.float32, compression), Scheduler(Portions(1, 2, 0))
     store.publish(0, torch.zeros(10))
     listener = Listener(LOOPBACK, OURS, store, scheduler)
     try:
@@ -321,7 +321,7 @@ class TestPatience:
 
     def setup_method(self) -> None:
         self.now = 0.0
-        self.scheduler = Scheduler(Work(portions=2, updates=10, most_stale=4), clock=lambda: self.now)
+        self.scheduler = Scheduler(Portions(portions=2, updates=10, most_stale=4), clock=lambda: self.now)
         for worker in "ab":
             assert self.scheduler.ask(worker, 0) == Task("ab".index(worker), 0)
         self.now = 4.0

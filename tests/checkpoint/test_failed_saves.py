@@ -20,8 +20,8 @@ from ranks.jobs import ALONE, Tables, job, start
 from ranks.pool import Pool, RankFailed
 
 from shardwise.checkpoint import checkpoints, read_manifest, storage
-from shardwise.checkpoint.contents import faults
 from shardwise.checkpoint.save import Saved, SaveFailed
+from shardwise.checkpoint.tensor_files import faults
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
 from shardwise.train.build import restore, save

@@ -16,10 +16,10 @@ from ranks.jobs import ALONE, LLAMA, Tables, job, start
 from ranks.pool import Pool
 
 from shardwise.checkpoint import checkpoints, hold, read_manifest, step_of, to_resume
-from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.folder import MANIFEST, prune, set_aside
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents, faults
 from shardwise.config import Config, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker

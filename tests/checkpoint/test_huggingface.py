@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest, held_model
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents, write_checkpoint
 from shardwise.config import Model
 from shardwise.models import Transformer
 

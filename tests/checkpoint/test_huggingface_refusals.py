@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.contents import write_checkpoint
 from shardwise.checkpoint.conversions import to_theirs
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import write_checkpoint
 from shardwise.config import PRESETS, Model
 from shardwise.config.families import FAMILIES
 from shardwise.config.family_tensors import tensor_matches, their_shapes

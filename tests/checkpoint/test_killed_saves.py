@@ -24,9 +24,9 @@ import pytest
 from ranks.jobs import ALONE, Tables, job, start
 
 from shardwise.checkpoint import checkpoints, step_of
-from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.save import state_of
 from shardwise.checkpoint.state_key import StateKind
+from shardwise.checkpoint.tensor_files import Contents, faults
 from shardwise.train.build import Training, restore, save
 from shardwise.train.resume import resume_of
 from shardwise.train.steps import steps

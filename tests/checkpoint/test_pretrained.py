@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from warm import Server
 
 from shardwise.checkpoint.compare import compare
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import check_same_model, read_manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.checkpoint.kept import as_files, has_tokenizer, kept_key, kept_of_folder
+from shardwise.checkpoint.huggingface_files import as_files, has_tokenizer, kept_key, kept_of_folder
 from shardwise.checkpoint.pretrained import import_folder, open_folder
+from shardwise.checkpoint.tensor_files import Contents
 from shardwise.cli.check_job import checks_of_proof, weights_problems
 from shardwise.config import Config, Data, Model, from_tables, read, to_toml
-from shardwise.config.pretrained import links_outside
+from shardwise.config.pretrained_folder import links_outside
 from shardwise.data import Dataset
 from shardwise.data.check_data import problems_of_data, unnamed_tokenizer
 from shardwise.data.prepare import prepare

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ranks.jobs import ALONE, job, start, weights
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents, StoredTensor, write_checkpoint
 from shardwise.checkpoint.save import _expected
 from shardwise.checkpoint.state_key import GradientSlice, StateKey, StateKind, split_scale_name
+from shardwise.checkpoint.tensor_files import Contents, StoredTensor, write_checkpoint
 from shardwise.config import Layout
 from shardwise.errors import UserError
 from shardwise.train.build import restore, save

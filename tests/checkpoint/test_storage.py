@@ -9,9 +9,9 @@ import torch
 from ranks.jobs import ALONE, Tables, job, start, weights
 
 from shardwise.checkpoint import Manifest, checkpoints, read_manifest, set_aside, step_of, to_resume
-from shardwise.checkpoint.contents import Contents, faults, write_checkpoint
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
+from shardwise.checkpoint.tensor_files import Contents, faults, write_checkpoint
 from shardwise.config import from_tables
 from shardwise.errors import UserError
 from shardwise.train.build import restore, save

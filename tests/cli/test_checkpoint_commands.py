@@ -15,9 +15,9 @@ import torch
 from warm import Server
 
 from shardwise.checkpoint.compare import compare, distance
-from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents, write_checkpoint
 from shardwise.cli.checkpoint import parse_size
 from shardwise.cli.main import main
 from shardwise.errors import UserError

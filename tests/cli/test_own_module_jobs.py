@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import read
 from shardwise.parallel import build_plain
 from shardwise.plan import ModelSpec

@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from shardwise.comm.in_order import InOrder
+from shardwise.comm.ordered_sums import InOrder
 
 
 class Model:

@@ -21,7 +21,7 @@ from shardwise.config import (
     read_with_origins,
     to_toml,
 )
-from shardwise.config.own_module import problems_of_module
+from shardwise.config.module_file import problems_of_module
 from shardwise.errors import ConfigError
 
 TEXT = {"source": "text.txt"}

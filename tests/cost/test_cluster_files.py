@@ -13,7 +13,7 @@ from shardwise.cost.cluster import KINDS, Cluster, Measured
 from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import CLUSTERS, DEVICES, asked_for, named
 from shardwise.cost.predict import predict
-from shardwise.cost.space import Work, space_of
+from shardwise.cost.space import Workload, space_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.step_terms import TERMS
 from shardwise.units import GIB
@@ -288,5 +288,5 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
 
 
 def test_every_term_of_a_step_may_be_corrected_and_nothing_else() -> None:
-    predicted = predict(Work(Model(), 64, 8), space_of([{}]), named("h100x8"))
+    predicted = predict(Workload(Model(), 64, 8), space_of([{}]), named("h100x8"))
     assert set(TERMS) == set(predicted.seconds)

@@ -13,14 +13,14 @@ import torch
 
 from shardwise.codecs import parse_codec, parse_row_codec
 from shardwise.codecs.int8 import Int8
-from shardwise.comm import compressed
+from shardwise.comm import compressed_sums as compressed
 from shardwise.config import Model
 from shardwise.config.compression import SumCompression, is_compressed
 from shardwise.config.parameters import parameter_shapes
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.codec_work import BESIDE_BACKWARD
 from shardwise.cost.predict import predict
-from shardwise.cost.space import Work, space_of
+from shardwise.cost.space import Workload, space_of
 from shardwise.cost.traffic import flows
 
 MODEL = Model(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocabulary=512)
@@ -28,8 +28,8 @@ MATRICES = [shape for shape in parameter_shapes(MODEL).values() if is_compressed
 NUMBERS = sum(rows * columns for rows, columns in MATRICES)
 
 
-def job(codec: str) -> Work:
-    return Work(MODEL, 128, 8, compression=SumCompression(parse_codec(codec), "all", 0, True))
+def job(codec: str) -> Workload:
+    return Workload(MODEL, 128, 8, compression=SumCompression(parse_codec(codec), "all", 0, True))
 
 
 def predicted(codec: str, **row: int) -> dict[str, float]:

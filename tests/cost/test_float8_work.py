@@ -17,12 +17,12 @@ from shardwise.cost.clusters import named
 from shardwise.cost.float8_work import LOOKING
 from shardwise.cost.footprint import footprint, hold
 from shardwise.cost.predict import predict
-from shardwise.cost.space import Space, Work, space_of
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import Space, Workload, space_of
 from shardwise.cost.traffic import flows
 from shardwise.plan.chunks import chunk_tokens
 from shardwise.plan.flops import matmul_weights
-from shardwise.search.search import work_of
+from shardwise.search.search import workload_of
 
 PEAK = 1e15
 H100S = named("h100x8")
@@ -57,20 +57,20 @@ WEIGHTS = {  # of a block: (outputs, inputs)
 }
 
 
-def job(model: dict[str, Any] | None = None, **train: Any) -> Work:
+def job(model: dict[str, Any] | None = None, **train: Any) -> Workload:
     tables = {
         "model": SIZES | (model or {}),
         "data": {"source": "unused", "sequence_length": LENGTH},
         "train": {"global_batch": BATCH, "precision": "float8", **train},
     }
-    return work_of(from_tables(tables))
+    return workload_of(from_tables(tables))
 
 
 def one(**row: int) -> Space:
     return space_of([{"micro_batch": BATCH, **row}])
 
 
-def matmul_flops(work: Work) -> float:
+def matmul_flops(work: Workload) -> float:
     """Seconds of all products at the peak of bfloat16, in FLOPs."""
     return float(predict(work, one(), CLUSTER).seconds["matmul"][0]) * PEAK
 
@@ -115,7 +115,7 @@ def test_the_head_of_another_program_stays_in_bfloat16() -> None:
     assert matmul_flops(theirs) - matmul_flops(job()) == pytest.approx(HEAD / 2)
 
 
-def block_bytes(work: Work, **row: int) -> tuple[float, float]:
+def block_bytes(work: Workload, **row: int) -> tuple[float, float]:
     seconds = compute.block(work, one(**row), CLUSTER, SHARDWISE)
     return float(seconds.elementwise[0]) * 1e12, float(seconds.elementwise_backward[0]) * 1e12
 
@@ -153,7 +153,7 @@ def test_blocks_that_are_not_compiled_move_far_more(schedule: str) -> None:
     )
 
 
-def memory(work: Work, cluster: Cluster = CLUSTER, **row: int) -> dict[str, float]:
+def memory(work: Workload, cluster: Cluster = CLUSTER, **row: int) -> dict[str, float]:
     space = one(**row)
     parts = footprint(work, space, cluster, SHARDWISE, hold(work, space, SHARDWISE))
     return {name: float(value[0]) for name, value in parts.items()}

@@ -18,8 +18,8 @@ from shardwise.cost.cluster import Link
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.collectives import group_of, rates
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import AT_ONCE, Space, Work, space_of
-from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.software import SHARDWISE, Software
+from shardwise.cost.space import AT_ONCE, Space, Workload, space_of
 from shardwise.cost.traffic import flows
 
 TIED = EVEN.model_copy(update={"tied": True, "kv_heads": 2})
@@ -27,7 +27,7 @@ CUDA, CPU = named("h100x64"), CLUSTERS["cpu"]
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Stack:
+def programs(draw: st.DrawFn) -> Software:
     """Ours, and others that differ in everything that decides who sends what."""
     facts = {
         name: draw(st.booleans())
@@ -44,7 +44,7 @@ def programs(draw: st.DrawFn) -> Stack:
     return draw(st.sampled_from((SHARDWISE, replace(SHARDWISE, **facts, **numbers, **widths))))  # type: ignore[arg-type]
 
 
-def sent(job: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cuda") -> np.ndarray:
+def sent(job: Workload, space: Space, stack: Software = SHARDWISE, device: str = "cuda") -> np.ndarray:
     """Bytes of all flows, for every candidate."""
     return sum((flow.bytes for flow in flows(job, space, stack, device)), np.zeros(len(space)))
 
@@ -61,7 +61,7 @@ def priced(prediction: Prediction) -> np.ndarray:
     st.sampled_from((CUDA, CPU)),
 )
 def test_every_byte_of_the_flows_is_in_the_price(
-    rows: list[dict[str, int]], model: Model, stack: Stack, cluster: object
+    rows: list[dict[str, int]], model: Model, stack: Software, cluster: object
 ) -> None:
     space, device = space_of(rows), "cpu" if cluster is CPU else "cuda"
     found = predict(work(model), space, CPU if cluster is CPU else CUDA, stack)

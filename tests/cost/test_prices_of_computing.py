@@ -13,8 +13,8 @@ from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.clusters import named
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import predict
-from shardwise.cost.space import RECOMPUTE, Work, space_of
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import RECOMPUTE, Workload, space_of
 from shardwise.plan.flops import flops_per_token, matmul_weights
 
 PEAK = 1e15
@@ -44,7 +44,7 @@ def seconds(model: Model, **row: int) -> dict[str, float]:
     space = space_of([{"micro_batch": BATCH, **row}])
     return {
         name: float(value[0])
-        for name, value in predict(Work(model, LENGTH, BATCH), space, IDEAL).seconds.items()
+        for name, value in predict(Workload(model, LENGTH, BATCH), space, IDEAL).seconds.items()
     }
 
 
@@ -90,7 +90,7 @@ def beside_experts(model: Model) -> int:
 def test_sharded_states_are_updated_in_parts() -> None:
     device = replace(DEVICE, bandwidth=1e12, stream=1.0)
     space = space_of([{"data": 4, "zero": zero} for zero in range(4)])
-    whole, *parts = predict(Work(DENSE, LENGTH, BATCH), space, replace(IDEAL, device=device)).seconds[
+    whole, *parts = predict(Workload(DENSE, LENGTH, BATCH), space, replace(IDEAL, device=device)).seconds[
         "optimizer"
     ]
     assert parts == pytest.approx([whole / 4] * 3)
@@ -108,7 +108,7 @@ def test_gradients_that_stay_whole_are_added_up_whole_whatever_the_stage(schedul
         for name in (schedule, "1f1b")
     }
     slow = replace(IDEAL, device=replace(DEVICE, bandwidth=1e9, stream=1.0))
-    work = Work(DENSE, LENGTH, 4 * 8 * BATCH)
+    work = Workload(DENSE, LENGTH, 4 * 8 * BATCH)
 
     def elementwise(stage: int) -> list[float]:
         space = space_of(

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.config import Model
 from shardwise.cost.footprint import kept
 from shardwise.cost.predict import predict
-from shardwise.cost.space import BUT_ATTENTION, FULL, SELECTIVE, Work, space_of
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import BUT_ATTENTION, FULL, SELECTIVE, Workload, space_of
 from shardwise.mesh import Worker
 from shardwise.models.transformer import Transformer
 from shardwise.parallel.recompute import recompute
@@ -97,7 +97,7 @@ def test_parts_of_a_block_keep_their_inputs_and_what_the_mode_says(
     shared: int, mode: str, place: int
 ) -> None:
     (more, _), (less, _) = (after_forward(shared, layers, mode) for layers in (3, 2))
-    work = Work(experts(shared), TOKENS, 1, precision="float32")
+    work = Workload(experts(shared), TOKENS, 1, precision="float32")
     predicted = float(kept(work, space_of([{"recompute": place}]), SHARDWISE)[0][0])
     activations = 4 * TOKENS * 2 * SHAPE["expert_ffn"]
     assert predicted + activations <= more - less <= 1.05 * (predicted + activations), (
@@ -126,7 +126,9 @@ def test_sums_over_tensor_devices_are_kept_before_they_are_taken(
     half, whole = (more - less for less, more in held)
     found = whole - half  # what does not depend on tokens, as weights, is gone
     space = space_of([{"recompute": SELECTIVE, "tensor": 2}])
-    predicted = float(kept(Work(experts(shared), TOKENS, 1, precision="float64"), space, SHARDWISE)[0][0]) / 2
+    predicted = (
+        float(kept(Workload(experts(shared), TOKENS, 1, precision="float64"), space, SHARDWISE)[0][0]) / 2
+    )
     activations = 8 * TOKENS // 2 * SHAPE["expert_ffn"]
     assert predicted + activations <= found <= 1.05 * (predicted + activations), (
         "beside them what routers keep"
@@ -151,7 +153,7 @@ def kept_by_blocks(worker: Worker, tables: Tables, tokens: int) -> int:
 def test_products_of_attention_and_shared_experts_are_made_again_but_for_the_last(shared: int) -> None:
     (_, again), (_, once) = (after_forward(shared, 1, mode) for mode in ("all-but-attention", "none"))
     space = space_of([{"micro_batch": 1, "recompute": BUT_ATTENTION}])
-    seconds = predict(Work(experts(shared), TOKENS, 1), space, IDEAL).seconds["recompute"]
+    seconds = predict(Workload(experts(shared), TOKENS, 1), space, IDEAL).seconds["recompute"]
     assert float(seconds[0]) * IDEAL.device.peak["bfloat16"] == pytest.approx(again - once)
 
 
@@ -166,9 +168,9 @@ def test_copies_of_routed_experts_wait_for_backward() -> None:
         copies = per_block[0] - per_block[1] / 2  # activations are half as large
         gathered = [
             float(
-                predict(Work(experts(0, layers), TOKENS, 1), space_of([{"recompute": place}]), IDEAL).memory[
-                    "gathered"
-                ][0]
+                predict(
+                    Workload(experts(0, layers), TOKENS, 1), space_of([{"recompute": place}]), IDEAL
+                ).memory["gathered"][0]
             )
             for layers in (3, 2)
         ]

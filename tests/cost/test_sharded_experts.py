@@ -9,8 +9,8 @@ import pytest
 from shardwise.config import Model
 from shardwise.cost.clusters import named
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import Work, space_of
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import Workload, space_of
 
 MODEL = Model(
     layers=2,
@@ -33,7 +33,7 @@ EDGES = 2 * 256 * 64 // 4 + 64
 def predicted(zero: int, micro_batches: int = 4) -> Prediction:
     """On four tensor devices, each of which has all experts but for ZeRO."""
     space = space_of([{"tensor": 4, "zero": zero, "accumulation": micro_batches}])
-    return predict(Work(MODEL, 64, 8), space, named("h100x8"))
+    return predict(Workload(MODEL, 64, 8), space, named("h100x8"))
 
 
 def test_under_zero_3_a_device_has_the_units_in_use_gathered_and_no_copies_of_the_rest() -> None:
@@ -62,5 +62,5 @@ def test_what_is_sharded_is_added_up_in_parts_and_cast_once() -> None:
 def test_a_model_without_experts_is_sharded_over_nobody_there() -> None:
     dense = MODEL.model_copy(update={"experts": 0, "experts_per_token": 0})
     space = space_of([{"tensor": 4, "zero": zero, "accumulation": 4} for zero in range(4)])
-    memory = predict(Work(dense, 64, 8), space, named("h100x8")).memory
+    memory = predict(Workload(dense, 64, 8), space, named("h100x8")).memory
     assert all(np.ptp(kind) == 0 for kind in memory.values())

@@ -15,7 +15,7 @@ from shardwise.config import Model
 from shardwise.config.parameters import count, parameter_shapes
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.flow import Flow
-from shardwise.cost.space import AT_ONCE, RECOMPUTE, Space, Work, space_of
+from shardwise.cost.space import AT_ONCE, RECOMPUTE, Space, Workload, space_of
 from shardwise.cost.traffic import flows, totals
 from shardwise.plan import make_schedule, stage_blocks
 from shardwise.plan.grid import devices
@@ -50,8 +50,8 @@ def candidates(draw: st.DrawFn) -> dict[str, int]:
     return row
 
 
-def work(model: Model = EVEN) -> Work:
-    return Work(model, LENGTH, 64)
+def work(model: Model = EVEN) -> Workload:
+    return Workload(model, LENGTH, 64)
 
 
 def sent(row: dict[str, int], model: Model = EVEN, device: str = "cpu") -> dict[str, dict[str, int]]:

@@ -55,7 +55,7 @@ ALLOWED = {
     "parallel/tensor.py": {"_parameters": PARAMETERS},
     "parallel/expert.py": {"_parameters": PARAMETERS},
     "parallel/apply.py": {"_parameters": PARAMETERS},
-    "models/unfilled.py": {
+    "models/unallocated.py": {
         "_apply": "all that moves or casts a module goes through it, and would round or empty its buffers"
     },
     "models/transformer.py": {
@@ -66,7 +66,7 @@ ALLOWED = {
     "parallel/pipeline.py": {
         "_get_init_p2p_neighbors_ops": "torch 2.11 would send to itself at the bottom of a V"
     },
-    "parallel/float8.py": dict.fromkeys(
+    "parallel/float8_scales.py": dict.fromkeys(
         ("_foreach_copy_", "_foreach_norm"), "one kernel for many tensors has no public name"
     ),
     "optim/rounding.py": {"_foreach_add_": "one kernel for many sums has no public name"},

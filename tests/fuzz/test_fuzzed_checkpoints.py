@@ -30,7 +30,12 @@ from ranks.jobs import ALONE, job, start
 from torch import Tensor
 
 from shardwise.checkpoint import read_manifest
-from shardwise.checkpoint.contents import (
+from shardwise.checkpoint.folder import MANIFEST, Manifest
+from shardwise.checkpoint.huggingface import export_checkpoint
+from shardwise.checkpoint.pretrained import open_folder
+from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.storage import storage
+from shardwise.checkpoint.tensor_files import (
     Contents,
     StoredTensor,
     TensorPiece,
@@ -38,11 +43,6 @@ from shardwise.checkpoint.contents import (
     data_file,
     write_checkpoint,
 )
-from shardwise.checkpoint.folder import MANIFEST, Manifest
-from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.checkpoint.pretrained import open_folder
-from shardwise.checkpoint.state_key import StateKey
-from shardwise.checkpoint.storage import storage
 from shardwise.cli.checkpoint import list_
 from shardwise.config import Model
 from shardwise.config.parameters import parameter_shapes

@@ -17,10 +17,10 @@ from ranks.jobs import ALONE, LLAMA, job, start
 from torch import Tensor
 
 from shardwise.checkpoint import save as saving
-from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.folder import Manifest, checkpoints, step_of
 from shardwise.checkpoint.save import Checkpointer, Retention, SaveFailed, State
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents, faults
 from shardwise.config import Config, Model, from_tables
 from shardwise.data.prepare import prepare
 from shardwise.data.tokens import Tokens

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.models.float8 import E4M3, E5M2, LARGEST, SMALLEST, Float8, cast, quantise, scale_for
+from shardwise.models.float8_products import E4M3, E5M2, LARGEST, SMALLEST, Float8, cast, quantise, scale_for
 from shardwise.models.loss import linear_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

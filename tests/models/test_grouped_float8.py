@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwise.config import Model
 from shardwise.models.experts import Experts, MixtureOfExperts
-from shardwise.models.float8 import E4M3, E5M2, LARGEST, scale_for
-from shardwise.models.grouped8 import GroupedFloat8, GroupedProducts
+from shardwise.models.float8_grouped import GroupedFloat8, GroupedProducts
+from shardwise.models.float8_products import E4M3, E5M2, LARGEST, scale_for
 from shardwise.models.sorting import Sorting, inverse
 
 COUNTS = [[3, 0, 9, 1], [0, 0, 13, 0], [4, 3, 3, 3]]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.models import adapt
 from shardwise.models.layers import Embedding, lookup
-from shardwise.models.own import Cast
+from shardwise.models.user_module import Cast
 
 ROWS, WIDTH = 11, 5
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.models.unfilled import lost_values
+from shardwise.models.unallocated import lost_values
 
 TABLE = torch.arange(64.0).reshape(8, 8)
 

@@ -26,7 +26,7 @@ from shardwise.optimizers.base import NORM_NUMBERS
 from shardwise.parallel.placement import held
 from shardwise.plan import choose
 from shardwise.search.interval import plan_checkpoints
-from shardwise.search.search import work_of
+from shardwise.search.search import workload_of
 from shardwise.verify.plain_torch import check_known
 from shardwise.verify.prove import prove
 
@@ -266,7 +266,7 @@ def test_verify_proves_it(corpus: str, name: str, layout: str, against: Any) -> 
 def test_plans_count_the_states_that_an_optimizer_keeps(settings: Optimizer, states: int) -> None:
     config = from_tables({"data": {"source": "x"}, "train": {"global_batch": 2}, "layout": {"data": 1}})
     config = config.model_copy(update={"optimizer": settings})
-    plan, work = choose(config, 1), work_of(config)
+    plan, work = choose(config, 1), workload_of(config)
     assert plan.state_bytes.optimizer == 4 * states * plan.parameters
     assert plan.state_numbers == (1 + states) * plan.parameters
     assert work.optimizer is settings

@@ -18,8 +18,8 @@ from ranks.pool import Pool
 from test_own_module import STEPS, Tables, own, plain_module, tables_of
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import Config, Layout, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker

@@ -26,7 +26,7 @@ from shardwise.cost.traffic import flows, totals
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.plan import choose
-from shardwise.search.search import work_of
+from shardwise.search.search import workload_of
 from shardwise.train.build import Training
 from shardwise.train.steps import steps
 
@@ -222,7 +222,7 @@ def predicted(tables: Tables, world: int) -> tuple[Ledger, float]:
     space = space_of_layout(
         config.model, config.train.recompute, plan.layout, plan.micro_batch, plan.accumulation
     )
-    work = work_of(config)
+    work = workload_of(config)
     priced = predict(work, space, CLUSTERS["cpu"]).sent
     return totals(flows(work, space, device="cpu"), space, 0), sum(float(sent[0]) for sent in priced.values())
 

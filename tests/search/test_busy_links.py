@@ -19,12 +19,12 @@ from shardwise.cost.collectives import group_of
 from shardwise.cost.flow import Flow
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import predict
-from shardwise.cost.space import Array, Space, Work, space_of
-from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.software import SHARDWISE
+from shardwise.cost.space import Array, Space, Workload, space_of
 from shardwise.cost.traffic import flows
 from shardwise.plan.schedule import rank_of_stage
 from shardwise.search.candidates import candidates
-from shardwise.search.search import play, work_of
+from shardwise.search.search import play, workload_of
 
 often = settings(
     max_examples=at_least(300, 30),
@@ -100,7 +100,7 @@ def on_the_wire(flow: Flow, space: Space, cluster: Cluster, visits: int) -> dict
     return {"inside": sent * (n - 1) / n * (g - 1) / g, "between": sent * (q - 1) / q / g}
 
 
-def least_seconds(work: Work, space: Space, cluster: Cluster) -> Array:
+def least_seconds(work: Workload, space: Space, cluster: Cluster) -> Array:
     """What the busiest link of the first device, of a device between the ends of a pipeline, or of a host
     needs."""
     sent = flows(work, space, SHARDWISE, cluster.device_type)
@@ -119,7 +119,7 @@ def least_seconds(work: Work, space: Space, cluster: Cluster) -> Array:
     return np.max([*links, _of_the_host(work, space, cluster)], axis=0)
 
 
-def _of_a_middle_rank(work: Work, space: Space) -> tuple[Array, Array]:
+def _of_a_middle_rank(work: Workload, space: Space) -> tuple[Array, Array]:
     """Its blocks for each of the first rank's, and its messages of a step: two for each stage and
     micro-batch; 0 if none is."""
     shares, messages = np.zeros(len(space)), np.zeros(len(space))
@@ -140,7 +140,7 @@ def _of_a_middle_rank(work: Work, space: Space) -> tuple[Array, Array]:
     return shares, messages
 
 
-def _of_the_host(work: Work, space: Space, cluster: Cluster) -> Array:
+def _of_the_host(work: Workload, space: Space, cluster: Cluster) -> Array:
     """Weights come from the host for every micro-batch, and gradients go there; devices share what its memory
     moves."""
     moved = 4.0 * hold(work, space, SHARDWISE).sharded * (space.accumulation + 1) * space.offload
@@ -161,7 +161,7 @@ def test_no_step_is_shorter_than_its_busiest_link_is_busy(
     space = candidates(config, devices, {}, offloading=cluster.device.overlap > 0).space
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 200))
-    work = work_of(config)
+    work = workload_of(config)
     least = least_seconds(work, space, cluster)
     found = predict(work, space, cluster)
     played = play(work, space.take(slice(0, 8)), cluster).total
@@ -181,8 +181,8 @@ def test_no_pipeline_is_played_in_less_than_its_bound(
     space = space.take(space.pipeline > 1)
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 12))
-    bound = predict(work_of(config), space, cluster).least
-    played = play(work_of(config), space, cluster).total
+    bound = predict(workload_of(config), space, cluster).least
+    played = play(workload_of(config), space, cluster).total
     low = np.flatnonzero(played < bound * (1 - 1e-9))
     assert not len(low), (space.row(int(low[0])), played[low[0]], bound[low[0]])
 
@@ -196,7 +196,7 @@ def test_on_a_slow_network_a_pipeline_takes_what_its_messages_do() -> None:
     space = space_of([{"pipeline": 4, "accumulation": 64, "schedule": SCHEDULES.index("1f1b")}])
     base = replace(named("h100"), devices_per_node=1, nodes=4)
     slow = replace(base, between=replace(base.between, bandwidth=1e6))
-    quick, late = (predict(work_of(config), space, cluster) for cluster in (base, slow))
+    quick, late = (predict(workload_of(config), space, cluster) for cluster in (base, slow))
     wire = 64 * 2 * 512 * 512 * 2 / 1e6
     assert quick.total[0] < 0.01 * wire
     assert wire <= late.total[0] < 1.1 * wire + quick.total[0], (

@@ -17,7 +17,7 @@ from shardwise.cost.predict import predict
 from shardwise.cost.space import space_of
 from shardwise.search.answer import answer
 from shardwise.search.reasons import binding, nothing_fits
-from shardwise.search.search import SearchResult, search, work_of
+from shardwise.search.search import SearchResult, search, workload_of
 from shardwise.units import GIB
 
 
@@ -77,10 +77,12 @@ def test_devices_of_a_node_share_what_its_memory_moves() -> None:
         named("h100x8"), host_memory_bandwidth=80e9
     )  # 10 GB/s for each of eight, where a link carries 50
     rows = [{"data": count, "zero": 3, "offload": 1} for count in (1, 8)]
-    alone, shared = (predict(work_of(job()), space_of([row]), cluster).seconds["offload"][0] for row in rows)
+    alone, shared = (
+        predict(workload_of(job()), space_of([row]), cluster).seconds["offload"][0] for row in rows
+    )
     assert shared / alone == pytest.approx((16 / 10 + 40 / 10) / 8 / (16 / 50 + 40 / 80), rel=1e-2)
     wide = replace(cluster, host_memory_bandwidth=1e15)
-    links = [predict(work_of(job()), space_of([row]), wide).seconds["offload"][0] for row in rows]
+    links = [predict(workload_of(job()), space_of([row]), wide).seconds["offload"][0] for row in rows]
     assert links[0] == pytest.approx(8 * links[1], rel=1e-2), (
         "each has a link of its own, and an eighth of the states"
     )

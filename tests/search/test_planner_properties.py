@@ -20,14 +20,14 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.footprint import footprint, hold
 from shardwise.cost.predict import Prediction, predict
+from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import RECOMPUTE, Space, space_of
-from shardwise.cost.stack import SHARDWISE
 from shardwise.plan import choose
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import play, programme, simulate
 from shardwise.search.candidates import candidates
-from shardwise.search.search import SearchResult, search, work_of
+from shardwise.search.search import SearchResult, search, workload_of
 from shardwise.search.search import play as play_pipelines
 
 few = settings(
@@ -100,7 +100,7 @@ def small_nodes(devices: int = 8, per_node: int = 4) -> Cluster:
 
 
 def predicted(config: Config, devices: int, cluster: Cluster | None = None) -> Prediction:
-    return predict(work_of(config), space_for(config, devices), cluster or small_nodes())
+    return predict(workload_of(config), space_for(config, devices), cluster or small_nodes())
 
 
 # -- a better machine ----------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ def test_a_better_machine_never_slows_a_candidate(
 ) -> None:
     cluster = _faster_link(small_nodes(), "between", slow)
     space = space_for(config, devices)
-    before = predict(work_of(config), space, cluster).total
-    after = predict(work_of(config), space, _better(cluster, what, factor)).total
+    before = predict(workload_of(config), space, cluster).total
+    after = predict(workload_of(config), space, _better(cluster, what, factor)).total
     worse = np.flatnonzero(after > before * (1 + 1e-9))
     assert not len(worse), (space.row(int(worse[0])), before[worse[0]], after[worse[0]])
 
@@ -170,7 +170,8 @@ def test_a_better_machine_never_slows_a_pipeline_that_is_played(
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 30))
     before, after = (
-        play_pipelines(work_of(config), space, one).total for one in (cluster, _better(cluster, what, factor))
+        play_pipelines(workload_of(config), space, one).total
+        for one in (cluster, _better(cluster, what, factor))
     )
     worse = np.flatnonzero(after > before * (1 + 1e-9))
     assert not len(worse), (space.row(int(worse[0])), before[worse[0]], after[worse[0]])
@@ -245,7 +246,7 @@ def test_terms_are_finite_and_not_negative_and_sum_to_the_total(
 def test_a_prediction_does_not_depend_on_the_other_candidates(
     config: Config, devices: int, seed: int
 ) -> None:
-    work, space, cluster = work_of(config), space_for(config, devices), small_nodes()
+    work, space, cluster = workload_of(config), space_for(config, devices), small_nodes()
     together = predict(work, space, cluster)
     for place in np.random.default_rng(seed).integers(0, len(space), 12):
         alone = predict(work, space.take([place]), cluster)
@@ -264,7 +265,7 @@ def test_twice_the_layers_take_twice_the_time_and_activations_in_blocks(
     for count in (layers, 2 * layers, 4 * layers):
         config = job({**FAMILIES[family], "layers": count})
         space = candidates(config, devices, {"pipeline": 1, "recompute": "none"}).space
-        found.append(predict(work_of(config), space, small_nodes()))
+        found.append(predict(workload_of(config), space, small_nodes()))
     one, two, four = found
     assert two.seconds["attention"] == pytest.approx(2 * one.seconds["attention"], rel=1e-12)
     for name in (
@@ -311,7 +312,7 @@ def test_states_of_every_candidate_are_those_of_its_layout(family: str, dtypes: 
     for devices in (2, 4, 6, 8):
         space = candidates(config, devices, {}).space
         space = space.take(np.unique(rng.integers(0, len(space), 400)))
-        work = work_of(config)
+        work = workload_of(config)
         found = hold(work, space, SHARDWISE).states
         for place in range(len(space)):
             expected = state_bytes(config, space.layout(place), int(space.accumulation[place]))
@@ -321,7 +322,7 @@ def test_states_of_every_candidate_are_those_of_its_layout(family: str, dtypes: 
 def test_states_are_part_of_the_footprint_and_leave_the_device_when_offloaded() -> None:
     config, cluster = job(DENSE), small_nodes()
     rows = [{"data": 4, "zero": 3, "accumulation": 2, "offload": offload} for offload in (0, 1)]
-    work, space = work_of(config), space_of(rows)
+    work, space = workload_of(config), space_of(rows)
     held = hold(work, space, SHARDWISE)
     memory = footprint(work, space, cluster, SHARDWISE, held)
     for name, value in held.states.items():
@@ -368,7 +369,7 @@ def test_the_closed_form_of_a_bubble_is_within_five_percent_of_the_step(
         "stages_per_rank": per_rank,
         "accumulation": ranks * rounds,
     }
-    found = predict(work_of(config), space_of([row]), named("h100x8"))
+    found = predict(workload_of(config), space_of([row]), named("h100x8"))
     schedule = make_schedule(name, ranks, ranks * rounds, per_rank if name == "interleaved" else None)
     stage = float(found.block_seconds[0]) * model["layers"] / schedule.stages
     timeline = simulate(schedule, stage / 3, stage / 3, stage / 3)

@@ -11,16 +11,16 @@ import torch
 from ranks.jobs import ALONE, job, start, weights
 from rich.console import Console
 
-from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents, write_checkpoint
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
-from shardwise.models.float8 import Float8, Scale, ScaledProduct
+from shardwise.models.float8_products import Float8, Scale, ScaledProduct
 from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
 from shardwise.plan import choose
-from shardwise.plan.float8 import in_float8, scale_count, unfit
-from shardwise.search.search import work_of
+from shardwise.plan.float8_choice import in_float8, scale_count, unfit
+from shardwise.search.search import workload_of
 from shardwise.train.build import Training, save
 from shardwise.train.describe import describe_run
 from shardwise.train.inference import Sampling, load_checkpoint
@@ -280,7 +280,7 @@ def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
         choose(config, 1)
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
-        work_of(config)  # for the planner
+        workload_of(config)  # for the planner
 
 
 def test_who_names_no_product_hears_what_experts_are_called(corpus: str) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.codecs.blocks import BlockCodec
-from shardwise.comm.gathers import EncodedGather, NearbyCopy
+from shardwise.comm.weight_gathers import EncodedGather, NearbyCopy
 from shardwise.verify.compressed_step import measure_compressed
 
 

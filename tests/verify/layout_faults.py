@@ -21,9 +21,8 @@ from torch import Tensor
 
 from shardwise.comm import GradientSum, autograd
 from shardwise.models import loss as chunked_loss
-from shardwise.models.dtypes import wide
-from shardwise.parallel import blockwise, ring
-from shardwise.parallel import model as parallel_model
+from shardwise.models.torch_dtypes import wide
+from shardwise.parallel import blockwise, parallel_model, ring
 from shardwise.parallel import tensor as parallel_tensor
 from shardwise.train import evaluate
 from shardwise.train.build import Training

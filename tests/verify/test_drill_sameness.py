@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Manifest
-from shardwise.checkpoint.contents import write_checkpoint
 from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import write_checkpoint
 from shardwise.verify.compare_runs import compare_runs
 
 STEPS = 12

@@ -21,10 +21,10 @@ from shardwise.config import TOKEN_AXES
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel
-from shardwise.parallel.float8 import Scales
+from shardwise.parallel.float8_scales import Scales
 from shardwise.parallel.residuals import residual_state
 from shardwise.parallel.seeds import Seeds
-from shardwise.parallel.stages import Stages
+from shardwise.parallel.stage_modules import Stages
 from shardwise.parallel.tensor import sum_whole
 
 

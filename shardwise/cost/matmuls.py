@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.cost.space import Array, Space, Work
+from shardwise.cost.space import Array, Space, Workload
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Product:
     """Whether its output is the block's."""
 
 
-def tokens_here(work: Work, space: Space) -> Array:
+def tokens_here(work: Workload, space: Space) -> Array:
     """Tokens of a micro-batch on one context device."""
     return space.micro_batch * work.sequence_length / space.context
 
 
-def products_of(work: Work, space: Space) -> list[Product]:
+def products_of(work: Workload, space: Space) -> list[Product]:
     """(tokens x k) by (k x n), with k or n cut by `tensor`."""
     model, tokens = work.model, tokens_here(work, space)
     hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
@@ -65,13 +65,13 @@ def products_of(work: Work, space: Space) -> list[Product]:
     return products
 
 
-def share_in_float8(work: Work, kind: str) -> float:
+def share_in_float8(work: Workload, kind: str) -> float:
     """Of the products of this kind, those that shardwise makes in float8."""
     share: float = getattr(work.float8, kind, 0.0)
     return share
 
 
-def float8_weights(work: Work, products: Sequence[Product]) -> Array:
+def float8_weights(work: Workload, products: Sequence[Product]) -> Array:
     """Numbers of a block's matrices on one device whose products shardwise makes in float8."""
     counts = [
         share * one.count * one.n * one.k for one in products if (share := share_in_float8(work, one.kind))

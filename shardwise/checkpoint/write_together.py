@@ -19,10 +19,18 @@ from typing import Any, TypedDict
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from shardwise.checkpoint.contents import DTYPES, Files, Shape, StoredTensor, TensorPiece, commit, data_file
 from shardwise.checkpoint.folder import Manifest, WrittenFile
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import Storage
+from shardwise.checkpoint.tensor_files import (
+    DTYPES,
+    Files,
+    Shape,
+    StoredTensor,
+    TensorPiece,
+    commit,
+    data_file,
+)
 from shardwise.comm import Peers
 
 log = logging.getLogger("shardwise")

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import StateKey, StateKind
-from shardwise.config.pretrained import TOKENIZER, file_of
+from shardwise.checkpoint.tensor_files import Contents
+from shardwise.config.pretrained_folder import TOKENIZER, file_of
 from shardwise.data.tokenizer import file_fingerprint
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading

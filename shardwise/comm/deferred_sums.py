@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardwise.comm.comm import Comm
-from shardwise.comm.in_order import InOrder
+from shardwise.comm.ordered_sums import InOrder
 
 NEUTRAL = -0.0
 """Added to any number, it leaves every bit of it as it is; 0.0 would make 0.0 of -0.0."""

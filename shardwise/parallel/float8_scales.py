@@ -1,5 +1,5 @@
-"""float8 on all devices: which products are made in it, and the scales that they agree on (models/float8.py
-has the products).
+"""float8 on all devices: which products are made in it, and the scales that they agree on
+(models/float8_products.py has the products).
 
 The largest magnitudes of a step are put together over all devices by a maximum, a few numbers for each
 product, and every device derives the same scales for the next step. Maxima do not depend on the order in
@@ -21,7 +21,8 @@ from shardwise.comm import Comm
 from shardwise.config import RANK_AXES
 from shardwise.models import Head, Transformer
 from shardwise.models.experts import Experts
-from shardwise.models.float8 import (
+from shardwise.models.float8_grouped import GroupedProducts
+from shardwise.models.float8_products import (
     E4M3,
     HISTORY,
     LARGEST,
@@ -31,14 +32,13 @@ from shardwise.models.float8 import (
     ScaledProduct,
     scale_for,
 )
-from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import Linear
 from shardwise.optim import local
-from shardwise.plan.float8 import products
+from shardwise.plan.float8_choice import products
 
 
 def use_float8(model: Transformer, names: Iterable[str]) -> None:
-    """Let a plain model make the products of these names in float8 (plan/float8.py)."""
+    """Let a plain model make the products of these names in float8 (plan/float8_choice.py)."""
     sources: dict[str, DelayedScale] = {}
     chosen = set(names)
     modules = dict(model.named_modules())

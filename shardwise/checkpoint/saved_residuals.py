@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.state_key import Box, StateKey, StateKind
+from shardwise.checkpoint.tensor_files import Contents
 
 
 def deal_out(state: dict[StateKey, Tensor], contents: Contents) -> None:

@@ -25,7 +25,7 @@ from shardwise.data import Rows
 from shardwise.data.batches import Batch, to_batch
 from shardwise.errors import UserError
 from shardwise.models import IGNORED, attention_backends
-from shardwise.models.own import WHAT_TO_RETURN
+from shardwise.models.user_module import WHAT_TO_RETURN
 from shardwise.train.build import Training
 
 CLOSE = 0.05

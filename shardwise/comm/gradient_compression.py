@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.codecs import MatrixCodec, RowCodec
 from shardwise.comm.comm import Comm
-from shardwise.comm.compressed import EncodedSum, Rows
+from shardwise.comm.compressed_sums import EncodedSum, Rows
 from shardwise.comm.gloo import reduce_scatter
 from shardwise.comm.low_rank import LowRankSum
 from shardwise.config.compression import SumCompression

@@ -7,7 +7,7 @@ are as large again. Each third shrinks by itself:
     backward   every node keeps a second copy of the weights, sharded over its own devices, and gathers from
                that copy (hpZ): layout.backward_shards
     gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression
-               (comm/compressed.py)
+               (comm/compressed_sums.py)
 
 Devices compute with what arrived, their own shard too, so all have the same weights. The optimizer keeps the
 exact ones, and what rounding leaves out of a weight is not carried on: the next step rounds the exact weight
@@ -27,8 +27,8 @@ from shardwise.codecs import RowCodec
 from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather
 from shardwise.config.compression import WeightGathers
-from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, ScaledProduct, cast
+from shardwise.models.float8_products import E4M3, ScaledProduct, cast
+from shardwise.models.torch_dtypes import wide
 
 
 @dataclass(frozen=True)

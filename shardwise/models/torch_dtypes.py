@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config.dtypes import BYTES
+from shardwise.config.dtype_names import BYTES
 from shardwise.plan import dtypes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}

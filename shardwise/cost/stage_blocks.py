@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.config.schedules import is_in_a_v, stages_per_rank
-from shardwise.cost.space import Array, Bools, Ints, Space, Work, distinct
-from shardwise.cost.stack import Stack
+from shardwise.cost.software import Software
+from shardwise.cost.space import Array, Bools, Ints, Space, Workload, distinct
 from shardwise.plan.schedule import placement, rounds
 
 
@@ -38,7 +38,7 @@ class Cut:
     """The same of the rank that has the head: none in a V."""
 
 
-def cut(work: Work, space: Space, stack: Stack) -> Cut:
+def cut(work: Workload, space: Space, stack: Software) -> Cut:
     """As a job's stages will be cut, by cost or by hand; evenly where a program does that. Where a program
     has more stages than blocks, the last has the head alone, and the first the embedding."""
     folded, stages = is_in_a_v(space), np.where(space.pipeline > 1, stages_per_rank(space), 1)
@@ -50,7 +50,7 @@ def cut(work: Work, space: Space, stack: Stack) -> Cut:
 
 @lru_cache(maxsize=4096)
 def _stages_of_ranks(
-    work: Work, balanced: bool, ranks: int, per_rank: int, folded: bool
+    work: Workload, balanced: bool, ranks: int, per_rank: int, folded: bool
 ) -> list[list[float]]:
     """For each rank the blocks of its stages, in the model's order."""
     stages, layers = ranks * per_rank, work.model.layers
@@ -90,7 +90,7 @@ def _blocks_of_ranks(
     )
 
 
-def gathered_in_vain(work: Work, space: Space, stack: Stack) -> Ints:
+def gathered_in_vain(work: Workload, space: Space, stack: Software) -> Ints:
     """Blocks of the first rank that are gathered once more than they are used; of candidates whose schedule
     is interleaved.
 

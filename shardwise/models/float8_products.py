@@ -1,5 +1,5 @@
 """Products in float8: both factors in 8 bits, sums in float32, the result as in bfloat16. Those of experts:
-models/grouped8.py.
+models/float8_grouped.py.
 
     y  = x8 · w8ᵀ      x, w in e4m3 (3 bits of fraction, up to 448)
     dx = g8 · w8       g    in e5m2 (2 bits of fraction, up to 57,344)
@@ -20,8 +20,8 @@ Where a scale comes from:
 - dynamic: from this tensor, on this device, now. One more pass over each tensor.
 
 A weight is there before the step is: its scale is that of the weight itself, over all devices that have a
-part of it. So sharded weights can be gathered in 8 bits (comm/gathers.py), and cast again they are what they
-were.
+part of it. So sharded weights can be gathered in 8 bits (comm/weight_gathers.py), and cast again they are
+what they were.
 
 Backward needs `x`, kept in 8 bits: half of what bfloat16 keeps. A GPU multiplies in float8 only what lies
 along the summed dimension, so each tensor is transposed once; where a size is no multiple of 16, on GPUs
@@ -42,9 +42,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch import float8_mm
-from shardwise.models.dtypes import wide
-from shardwise.models.unfilled import ExactBuffers
-from shardwise.plan.float8 import MULTIPLE
+from shardwise.models.torch_dtypes import wide
+from shardwise.models.unallocated import ExactBuffers
+from shardwise.plan.float8_choice import MULTIPLE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}

@@ -11,7 +11,7 @@ from shardwise.comm import Comm
 from shardwise.config.schedules import SCHEDULE_FACTS
 from shardwise.errors import UserError
 from shardwise.models import Sharding
-from shardwise.models.dtypes import DTYPES
+from shardwise.models.torch_dtypes import DTYPES
 from shardwise.plan import Plan, Schedule, make_schedule
 
 AXIS = "pipeline"

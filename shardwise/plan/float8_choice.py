@@ -2,7 +2,7 @@
 
 All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded. Sizes
 must be multiples of 16, which is what a GPU's float8 products take. Experts' gate and up are one grouped
-product (models/grouped8.py), named by its two weights: leaving out one leaves out both.
+product (models/float8_grouped.py), named by its two weights: leaving out one leaves out both.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ product.
     dx = g8 · w8
     dw = g8ᵀ · x8     for each expert over its own rows; zeros for an expert without any
 
-Formats, scales, and what is noted of tensors are as for other products (models/float8.py). Two things
-differ:
+Formats, scales, and what is noted of tensors are as for other products (models/float8_products.py). Two
+things differ:
 
 - Gate and up have the same input and are one product, of a weight that is both, one above the other. So one
   product gives the sum of both gradients of the input. It sums over the outputs of both, and what is summed
@@ -28,10 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, E5M2, ScaledProduct, joined, quantise, rounded_to, transposed
+from shardwise.models.float8_products import (
+    E4M3,
+    E5M2,
+    ScaledProduct,
+    joined,
+    quantise,
+    rounded_to,
+    transposed,
+)
 from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
-from shardwise.plan.float8 import MULTIPLE
+from shardwise.models.torch_dtypes import wide
+from shardwise.plan.float8_choice import MULTIPLE
 
 
 class GroupedFloat8(ScaledProduct):

@@ -2,8 +2,8 @@
 
 The planner predicts shardwise; held against other people's measurements it must know what their programs do
 differently: kernels fused or not, gradients held in 2 or 4 bytes, what overlaps with what. These are facts
-about software, read from its source or documentation; there is one Stack for a program, and no figure in it
-depends on a model, a row or a cluster.
+about software, read from its source or documentation; there is one Software for a program, and no figure in
+it depends on a model, a row or a cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stack:
+class Software:
     """Facts about a program."""
 
     name: str
@@ -113,7 +113,7 @@ class Stack:
     """Recomputed blocks keep their input cut over the tensor axis."""
 
 
-SHARDWISE = Stack(
+SHARDWISE = Software(
     "shardwise",
     kernels=80.0,
     starts=2.2,

@@ -1,11 +1,11 @@
 """A user's own `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
 
 The file is run once a process; the class (or function) in it is called with the job's `Model` section so that
-a model of any size is built without memory for its weights (models/unfilled.py). What it returns is trained
-like the transformer, provided that it keeps the contract of docs/sharding.md: `forward(inputs, targets)` is
-the loss summed over targets, `forward(inputs, None)` the logits. Whatever else the loop has to say
-(documents, positions, the one position to sample from) reaches `forward` only if it has an argument of that
-name.
+a model of any size is built without memory for its weights (models/unallocated.py). What it returns is
+trained like the transformer, provided that it keeps the contract of docs/sharding.md: `forward(inputs,
+targets)` is the loss summed over targets, `forward(inputs, None)` the logits. Whatever else the loop has to
+say (documents, positions, the one position to sample from) reaches `forward` only if it has an argument of
+that name.
 
 To the rest of shardwise the module then looks like the transformer. An `Adapted` module takes its place, with
 the same parameters under the same names (models/replace.py), and its `forward` translates.
@@ -43,11 +43,11 @@ from torch import Tensor, nn
 
 from shardwise._torch import is_out_of_memory
 from shardwise.config import Model
-from shardwise.config.own_module import locate_module
+from shardwise.config.module_file import locate_module
 from shardwise.errors import UserError
-from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
+from shardwise.models.torch_dtypes import wide
 from shardwise.plurals import counted
 
 OPTIONAL = ("documents", "positions", "logits_at")

@@ -53,7 +53,7 @@ class State:
 
 
 @dataclass
-class Work:
+class Portions:
     """The portions of one run: handed out, brought, and used."""
 
     portions: int

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.asynchronous.work import State, Work
+from shardwise.asynchronous.portions import Portions, State
 
 WORKERS = ["a", "b", "c", "d", "e"]
 
@@ -16,7 +16,7 @@ WORKERS = ["a", "b", "c", "d", "e"]
 class Play:
     """Workers that ask, bring and are lost in a seeded order, until all updates are made."""
 
-    def __init__(self, work: Work, seed: int, losses: float = 0.0, workers: int = 5) -> None:
+    def __init__(self, work: Portions, seed: int, losses: float = 0.0, workers: int = 5) -> None:
         self.work, self.chance, self.losses = work, random.Random(seed), losses
         self.tasks: dict[str, int | None] = dict.fromkeys(WORKERS[:workers])
         self.used: list[int] = []
@@ -61,7 +61,7 @@ class Play:
 def test_every_portion_is_used_once_and_none_is_too_stale(
     portions: int, bound: int | None, again: bool, workers: int, losses: float, seed: int
 ) -> None:
-    work = Work(portions, 8, bound, again)
+    work = Portions(portions, 8, bound, again)
     play = Play(work, seed, losses, workers)
     play.run()
     assert sorted(play.used) == list(range(8 * portions))
@@ -76,9 +76,9 @@ def test_every_portion_is_used_once_and_none_is_too_stale(
 def test_begun_anew_from_what_was_kept_nothing_is_used_twice_or_never(
     portions: int, bound: int | None, seed: int, version: int
 ) -> None:
-    first = Play(Work(portions, 8, bound), seed)
+    first = Play(Portions(portions, 8, bound), seed)
     first.run(version)
-    second = Play(Work(portions, 8, bound, start=first.work.state()), seed + 1)
+    second = Play(Portions(portions, 8, bound, start=first.work.state()), seed + 1)
     second.run()
     assert sorted(first.used + second.used) == list(range(8 * portions))
 
@@ -86,14 +86,14 @@ def test_begun_anew_from_what_was_kept_nothing_is_used_twice_or_never(
 def test_a_bound_of_nothing_is_synchronous() -> None:
     """Each update has the portions of its own batch, in the order of the data, however workers come and
     go."""
-    play = Play(Work(3, 10, 0), seed=1, losses=0.1)
+    play = Play(Portions(3, 10, 0), seed=1, losses=0.1)
     play.run()
     assert play.used == list(range(30))
     assert set(play.staleness) == {0}
 
 
 def test_a_slow_worker_holds_the_others_up_just_before_it_is_too_stale() -> None:
-    work = Work(1, 100, 2)
+    work = Portions(1, 100, 2)
     assert work.ask("slow") == 0
     for portion in (1, 2):
         assert work.ask("quick") == portion
@@ -112,7 +112,7 @@ def test_a_slow_worker_holds_the_others_up_just_before_it_is_too_stale() -> None
 
 
 def test_an_idle_worker_computes_what_a_slow_one_has_not_brought_and_the_first_counts() -> None:
-    work = Work(2, 5, 0, again=True)
+    work = Portions(2, 5, 0, again=True)
     assert work.ask("slow") == 0
     assert work.ask("quick") == 1
     assert work.bring("quick", 1)
@@ -129,7 +129,7 @@ def test_an_idle_worker_computes_what_a_slow_one_has_not_brought_and_the_first_c
 
 
 def test_without_copies_a_worker_waits_and_a_stranger_brings_nothing() -> None:
-    work = Work(1, 5, 0)
+    work = Portions(1, 5, 0)
     assert work.ask("one") == 0
     assert work.ask("two") is None
     assert not work.bring("two", 0)
@@ -140,14 +140,14 @@ def test_without_copies_a_worker_waits_and_a_stranger_brings_nothing() -> None:
 
 @pytest.mark.parametrize("bound", [0, 3, None])
 def test_no_more_is_handed_out_than_the_last_update_needs(bound: int | None) -> None:
-    work = Work(2, 1, bound)
+    work = Portions(2, 1, bound)
     assert [work.ask(worker) for worker in WORKERS] == [0, 1, None, None, None]
 
 
 def test_what_slow_servers_have_not_used_yet_does_not_pile_up() -> None:
     """Four portions are brought in the time of each update, of two: none is older than an update, however
     long it goes on."""
-    work, staleness = Work(portions=2, updates=100, most_stale=None), list[int]()
+    work, staleness = Portions(portions=2, updates=100, most_stale=None), list[int]()
     while not work.ended:
         for worker in WORKERS[:4]:
             portion = work.ask(worker)
