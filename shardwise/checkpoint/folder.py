@@ -31,8 +31,8 @@ from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, Valid
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.storage import Storage, parent, storage
-from shardwise.config import Model
 from shardwise.config.check import problems_across
+from shardwise.config.model import Model
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, read_sealed, seal
 from shardwise.locks import take_lock

@@ -43,10 +43,10 @@ from shardwise.checkpoint.pretrained import (
 )
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import Contents
-from shardwise.config import Model
-from shardwise.config import dtype_names as dtypes
+from shardwise.config.dtype_names import BYTES
 from shardwise.config.families import Family
 from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
+from shardwise.config.model import Model
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained_folder import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
@@ -68,7 +68,7 @@ class TensorEntry:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return torch.Size(self.shape).numel() * dtypes.BYTES[self.dtype]
+        return torch.Size(self.shape).numel() * BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

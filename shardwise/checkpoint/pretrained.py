@@ -33,10 +33,10 @@ from shardwise.checkpoint.conversions import to_ours
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
-from shardwise.config import Model
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.families import Family
 from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
+from shardwise.config.model import Model
 from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained_folder import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError

@@ -52,7 +52,7 @@ from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.tensor_files import Contents, damaged_files, save_id
 from shardwise.checkpoint.write_together import SaveRefused, write_together
 from shardwise.comm import Peers
-from shardwise.config import Layout
+from shardwise.config.layout import Layout
 from shardwise.errors import RunFailed, Unreadable, UserError
 from shardwise.files import is_temporary
 from shardwise.mesh import Mesh

@@ -39,7 +39,7 @@ def _point(point: ScalingPoint) -> dict[str, Any]:
 
 def problems_of_counts(text: str) -> Iterator[str]:
     """Yield what is wrong with the device counts that were typed."""
-    from shardwise.config.schema import MOST_DEVICES
+    from shardwise.config.layout import MOST_DEVICES
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and 1 <= int(part) <= MOST_DEVICES for part in parts):

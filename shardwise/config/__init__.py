@@ -7,6 +7,7 @@ from shardwise.config.check import (
     problems_of_compression,
 )
 from shardwise.config.dtype_names import Precision
+from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import (
     BY_OPERATOR,
     borrowed,
@@ -23,24 +24,12 @@ from shardwise.config.layouts import (
     problems_of_layout,
     workers_without_gpus,
 )
+from shardwise.config.machine import ClusterSection, Device, Recompute
+from shardwise.config.model import Model
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
 from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
-from shardwise.config.schema import (
-    Checkpoint,
-    ClusterSection,
-    Config,
-    Data,
-    Device,
-    Layout,
-    Model,
-    Observe,
-    Recompute,
-    Recovery,
-    Run,
-    Source,
-    Train,
-)
+from shardwise.config.schema import Checkpoint, Config, Data, Observe, Recovery, Run, Source, Train
 from shardwise.config.write_job import to_toml
 
 __all__ = [

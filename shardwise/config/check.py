@@ -13,8 +13,11 @@ from typing import Any, TypeVar
 from shardwise.codecs import parse_codec, weight_codecs
 from shardwise.config import no_effect
 from shardwise.config.compression import AUTO, SumCompression
+from shardwise.config.layout import Layout
+from shardwise.config.machine import ClusterSection
+from shardwise.config.model import Model
 from shardwise.config.parameters import count
-from shardwise.config.schema import ClusterSection, Data, Layout, Model, Train
+from shardwise.config.schema import Data, Train
 from shardwise.drivers.registry import DRIVERS, driver_named
 from shardwise.optimizers import Optimizer
 from shardwise.section import Section

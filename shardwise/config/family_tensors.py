@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.config.model import Model
 from shardwise.config.parameters import Shape, parameter_shapes
-from shardwise.config.schema import Model
 
 Conversion = Literal["same", "transposed", "joined", "stacked", "paired"]
 """How tensors of ours become theirs: as they are, transposed, three joined into one that is transposed, one

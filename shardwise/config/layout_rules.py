@@ -20,8 +20,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from shardwise.config.axes import AXES
 from shardwise.config.check import divisors, nearest_multiples
+from shardwise.config.layout import Layout
+from shardwise.config.machine import Recompute
+from shardwise.config.model import Model
 from shardwise.config.schedules import Numbers, problem_of_stages, splits_backward, stages_per_rank
-from shardwise.config.schema import Data, Layout, Model, Recompute, Train
+from shardwise.config.schema import Data, Train
 from shardwise.drivers.registry import driver_named
 
 BY_OPERATOR = ("selective", "all-but-attention")

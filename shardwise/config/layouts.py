@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shardwise.config.axes import MODEL_AXES
 from shardwise.config.check import divisors, found_by
+from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import (
     BATCH,
     RULES,
@@ -25,8 +26,9 @@ from shardwise.config.layout_rules import (
     first_broken,
     ring_can_all,
 )
+from shardwise.config.model import Model
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.config.schema import Data, Layout, Model, Train
+from shardwise.config.schema import Data, Train
 
 MOST_TRIED = 100_000
 """Layouts that are looked at for the nearest one: a few seconds of them."""

@@ -28,7 +28,7 @@ from shardwise.config.families import (
     WINDOW,
     Family,
 )
-from shardwise.config.schema import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, Model
+from shardwise.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, Model
 from shardwise.errors import UserError, shown
 
 _NEVER = {

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.config.axes import MODEL_AXES
-from shardwise.config.schema import Layout, Model
+from shardwise.config.layout import Layout
+from shardwise.config.model import Model
 from shardwise.errors import UserError
 from shardwise.files import read_bytes, reading
 

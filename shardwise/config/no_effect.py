@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.config.compression import SETTINGS
+from shardwise.config.layout import Layout
+from shardwise.config.model import Model
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.config.schema import Config, Layout, Model, Train
+from shardwise.config.schema import Config, Train
 from shardwise.drivers.registry import driver_of
 from shardwise.section import Section
 

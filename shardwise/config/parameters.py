@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.config.schema import Model
+from shardwise.config.model import Model
 
 Shape = tuple[int, ...]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from shardwise.config.check import sources_of_model
 from shardwise.config.families import Family
+from shardwise.config.model import Model
 from shardwise.config.model_config import to_model
-from shardwise.config.schema import Model
 from shardwise.errors import UserError, shown
 from shardwise.files import file_or_link_in_folder, is_link_outside, parse_as, read_bytes, reading
 from shardwise.plurals import counted

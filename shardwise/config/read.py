@@ -26,11 +26,13 @@ from pydantic_core import ErrorDetails
 from shardwise.command_name import command_name
 from shardwise.config.check import MODEL_SOURCES, found_by, problems_across, sources_of_model
 from shardwise.config.compression import AUTO
+from shardwise.config.layout import Layout
 from shardwise.config.layouts import problems_of_layout
+from shardwise.config.model import Model
 from shardwise.config.other_names import did_you_mean, dtype_meant, our_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained_folder import Tables, with_pretrained
-from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Source, Train, keys_of
+from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Source, Train, keys_of
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes
 from shardwise.optimizers import kind_of

@@ -8,181 +8,30 @@ drivers. No torch in this package.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from shardwise.codecs import parse_codec
-from shardwise.config.compression import AUTO
 from shardwise.config.dtype_names import Precision
-from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
+from shardwise.config.layout import SPELLINGS as LAYOUT_SPELLINGS
+from shardwise.config.layout import Layout
+from shardwise.config.machine import ClusterSection, Device, Recompute
+from shardwise.config.model import Batch, Length, Model
 from shardwise.drivers.registry import DRIVERS, drivers
 from shardwise.optimizers import BUILT_IN, Optimizer, from_table
-from shardwise.section import Degree, NonNegative, Positive, Section
+from shardwise.section import NonNegative, Positive, Section
 
-Device = Literal["auto", "cpu", "cuda"]
-Recompute = Literal["none", "selective", "all-but-attention", "full"]
 if TYPE_CHECKING:
     DriverName = str
 else:
     DriverName = Literal[tuple(DRIVERS)]
 
 SPELLINGS = {
-    "layout": {
-        "pp": "pipeline",
-        "dp_replicate": "replica",
-        "dp_shard": "data",
-        "dp": "data",
-        "cp": "context",
-        "tp": "tensor",
-        "ep": "expert",
-    },
+    "layout": LAYOUT_SPELLINGS,
     "checkpoint": {"async": "background"},
 }
 """By section, keys as other libraries spell them, and ours."""
-
-LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
-"""Of Llama 3.1's rotary scaling: how many waves in the original length are slowed by all of it, and how many
-by nothing."""
-
-# Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every
-# search ends.
-MOST_DEVICES = 2**20
-Width = Annotated[int, Field(ge=1, le=2**24)]
-Batch = Annotated[int, Field(ge=1, le=2**24)]
-Layers = Annotated[int, Field(ge=1, le=4096)]
-Length = Annotated[int, Field(ge=1, le=2**32)]
-Experts = Annotated[int, Field(ge=0, le=2**16)]
-
-
-class Model(Section):
-    """The transformer. A preset gives every field; fields given beside it replace the preset's."""
-
-    preset: str | None = Field(
-        None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md"
-    )
-    pretrained: str | None = Field(
-        None,
-        min_length=1,
-        description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its "
-        "end of documents, "
-        "which the job need not say (docs/checkpoints.md)",
-    )
-    module: str | None = Field(
-        None,
-        description="your own `nn.Module` in place of the transformer, as `file.py:Class` (docs/sharding.md)",
-    )
-    layers: Layers = Field(2, description="transformer blocks")
-    hidden: Width = Field(128, description="width of the residual stream")
-    heads: Degree = Field(4, description="query heads")
-    kv_heads: Degree = Field(
-        4, description="key and value heads; fewer than `heads` is grouped-query attention"
-    )
-    head_dim: Width = Field(32, description="width of one head")
-    ffn: Width = Field(512, description="inner width of the feed-forward layer")
-    vocabulary: Width = Field(257, description="number of token ids; the byte tokenizer needs 257")
-    norm: Literal["rms", "layer", "rms+1"] = Field(
-        "rms",
-        description="RMSNorm (Llama, Qwen), LayerNorm with bias (GPT), or RMSNorm that scales by 1 + weight "
-        "(Gemma)",
-    )
-    post_norms: bool = Field(
-        False, description="a second norm in each block after attention and after the feed-forward (Gemma 2)"
-    )
-    norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance in every norm")
-    positions: Literal["rotary", "learned"] = Field(
-        "rotary", description="rotary embedding or a learned table"
-    )
-    max_positions: Length = Field(
-        2048, description="longest sequence: rows of the learned table, limit of rotary"
-    )
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
-    rope_scale: float = Field(1.0, ge=1, description="Llama 3.1 frequency scaling factor; 1 is off")
-    rope_original: Length = Field(
-        8192, description="sequence length the unscaled rotary frequencies were trained for"
-    )
-    window: Length | None = Field(
-        None,
-        description="tokens that a token sees at most, itself and those just before it (Mistral); left out: "
-        "all before it",
-    )
-    window_layers: Literal["all", "even"] = Field(
-        "all", description="the blocks that have the window: all, or every second from the first on (Gemma 2)"
-    )
-    qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen 3)")
-    query_scalar: float | None = Field(
-        None,
-        gt=0,
-        description="scores are divided by the square root of this (Gemma 2); left out: `head_dim`",
-    )
-    attention_softcap: float | None = Field(
-        None,
-        gt=0,
-        description="scores of attention are kept within ± this by a tanh (Gemma 2), which no fused kernel "
-        "does; left out: not",
-    )
-    logit_softcap: float | None = Field(
-        None, gt=0, description="logits are kept within ± this by a tanh (Gemma 2); left out: they are not"
-    )
-    activation: Literal["swiglu", "gelu", "geglu"] = Field(
-        "swiglu", description="gated SiLU, tanh-approximated GELU, or gated by that GELU (Gemma)"
-    )
-    bias: bool | Literal["qkv"] = Field(
-        False,
-        description="biases in the attention and feed-forward projections; `qkv`: of queries, keys and "
-        "values alone (Qwen 2)",
-    )
-    scaled_embedding: bool = Field(
-        False, description="multiply embedded tokens by the square root of `hidden` (Gemma)"
-    )
-    tied: bool = Field(False, description="use the embedding matrix as the output head")
-    experts: Experts = Field(
-        0, description="experts in each block, of which a token visits a few; 0: a dense layer"
-    )
-    experts_per_token: Experts = Field(0, description="experts that each token visits")
-    expert_ffn: Width | None = Field(None, description="inner width of one expert; left out: `ffn`")
-    shared_experts: Experts = Field(0, description="experts that every token visits, beside the chosen ones")
-    router: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="how an expert's score is made from the router's logit"
-    )
-    normalise_routing: bool = Field(
-        True, description="scale the weights of a token's chosen experts so that they sum to 1"
-    )
-    routing_scale: float = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
-    balance_loss: float = Field(
-        0.0,
-        ge=0,
-        description="coefficient of the loss that evens out the experts' load within each sequence; 0: none",
-    )
-    balance_bias: float = Field(
-        0.0,
-        ge=0,
-        description="step by which an overloaded expert is made less likely to be chosen, without a loss; "
-        "0: none",
-    )
-    router_z_loss: float = Field(
-        0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none"
-    )
-
-    def settings(self) -> dict[str, Any]:
-        """Every setting of the model itself, without where they came from."""
-        return self.model_dump(exclude={"preset", "pretrained"})
-
-    def sees(self, layer: int, sequence_length: int) -> int:
-        """How many tokens the last one of a sequence sees in a block."""
-        windowed = self.window is not None and (self.window_layers == "all" or layer % 2 == 0)
-        return min(sequence_length, self.window) if windowed and self.window else sequence_length
-
-    @property
-    def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate beside its inner features."""
-        return self.activation in ("swiglu", "geglu")
-
-    @property
-    def expert_width(self) -> int:
-        """Inner width of one expert."""
-        return self.expert_ffn or self.ffn
 
 
 class Source(Section):
@@ -339,148 +188,6 @@ class Train(Section):
             }
             values |= lists
         return values
-
-
-class Layout(Section):
-    """Who computes what. `replica x data` is the data-parallel size; states are sharded over `data`."""
-
-    pipeline: Degree = Field(1, description="pipeline stages")
-    replica: Degree = Field(1, description="copies of the sharded model (hybrid sharding)")
-    data: Annotated[int, Field(ge=-1, le=2**20)] = Field(
-        -1,
-        description="data-parallel devices that share sharded states; -1: the rest of the devices, "
-        "which are two where a job writes it and has neither GPUs nor other axes",
-    )
-    context: Degree = Field(1, description="devices that split one sequence")
-    tensor: Degree = Field(1, description="devices that split each matrix")
-    expert: Degree = Field(
-        1, description="devices that split the experts, borrowed from data, context and tensor"
-    )
-    zero: Literal[0, 1, 2, 3] | None = Field(
-        None,
-        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and "
-        "weights; "
-        "left out: 3 where `replica` is above 1, else chosen by memory",
-    )
-    schedule: ScheduleName = Field(
-        DEFAULT_SCHEDULE,
-        description="order of the pipeline's work: see docs/pipelines.md; "
-        f"{names_in_words(lambda facts: facts.splits_backward)} split backward",
-    )
-    stages_per_rank: Degree | None = Field(
-        None,
-        description="pipeline stages a device holds; left out: 2 for "
-        f"{names_in_words(lambda facts: facts.stages_per_rank == 2)}, else 1",
-    )
-    stages: tuple[Degree, ...] | None = Field(
-        None,
-        description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as "
-        "fast as can be",
-        examples=[[2, 2]],
-    )
-    attention: Literal["auto", "ring", "ulysses"] = Field(
-        "auto",
-        description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where "
-        "heads divide",
-    )
-    offload: bool = Field(
-        False,
-        description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with "
-        "zero = 0)",
-    )
-    compression: str | None = Field(
-        None,
-        description="how gradients are compressed between devices, which changes the numbers: `bfloat16`, "
-        "`float16`, `float8`, `int8`, "
-        "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
-        "planner chooses, perhaps not at all; see docs/compression.md",
-    )
-    compression_axes: Literal["all", "replica"] = Field(
-        "all",
-        description="which sums are compressed: all over data-parallel devices, or those between "
-        "replicas alone",
-    )
-    compression_warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps before compression begins")
-    weight_compression: str | None = Field(
-        None,
-        description="how sharded weights are compressed when they are gathered, which changes the numbers: "
-        "`int8`, `float8` or "
-        "`int4`; see docs/compression.md",
-    )
-    backward_shards: Positive | None = Field(
-        None,
-        description="zero = 3: so many neighbours (the devices of a node, say) keep a copy of the weights "
-        "among them from "
-        "forward to backward, and backward gathers from that; left out: no copy",
-    )
-    error_feedback: bool | None = Field(
-        None,
-        description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
-        "`terngrad` and "
-        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use the optimizer "
-        "`1bit-adam`",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _peer_spellings(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        if isinstance(values.get("stages"), list):
-            values = {**values, "stages": tuple(values["stages"])}
-        axes = [str(SPELLINGS["layout"].get(key, key)) for key in values]
-        if twice := {axis for axis in axes if axes.count(axis) > 1}:
-            raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
-        return dict(zip(axes, values.values(), strict=True))
-
-    @field_validator("compression", "weight_compression")
-    @classmethod
-    def _known_codec(cls, value: str | None) -> str | None:
-        return value if value in (None, AUTO) else str(parse_codec(value))
-
-    @model_validator(mode="after")
-    def _bounded(self) -> Self:
-        if (devices := self.fixed * max(self.data, 1)) > MOST_DEVICES:
-            raise ValueError(f"{devices} devices; at most {MOST_DEVICES} can be planned for")
-        return self
-
-    @property
-    def fixed(self) -> int:
-        """Devices used by every axis but `data`."""
-        return self.pipeline * self.replica * self.context * self.tensor
-
-    @property
-    def world(self) -> int:
-        """Devices in all; only when `data` is a number."""
-        assert self.data > 0, "resolve the layout first"
-        return self.fixed * self.data
-
-    @property
-    def shards(self) -> int:
-        """Devices that share sharded states: those that hold the same weights and read different tokens, in
-        one replica."""
-        return self.data * self.context
-
-    @property
-    def data_parallel(self) -> int:
-        """Devices (or groups of devices) that read different sequences."""
-        return self.replica * self.data
-
-
-class ClusterSection(Section):
-    """What the job runs on, for the planner. Left out: this machine, measured once."""
-
-    preset: str | None = Field(
-        None,
-        description="a named cluster, with a number of devices: `h100x64`; the names are in docs/planner.md",
-    )
-    file: str | None = Field(
-        None, description="a cluster file, as `shardwise probe` writes it, instead of a preset"
-    )
-    devices: Degree | None = Field(
-        None, description="devices to plan for; left out: all that the preset or the file names"
-    )
-    margin: float = Field(0.08, ge=0, lt=1, description="share of a device's memory that a plan leaves free")
 
 
 class Checkpoint(Section):

@@ -6,7 +6,8 @@ from typing import Any
 
 import tomli_w
 
-from shardwise.config.schema import Config, Layout
+from shardwise.config.layout import Layout
+from shardwise.config.schema import Config
 
 PLANNED = {"layout": set(Layout.model_fields), "train": {"micro_batch", "recompute"}}
 """The settings that a plan decides where a job leaves them out."""

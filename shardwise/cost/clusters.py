@@ -16,7 +16,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardwise.config.schema import ClusterSection
+from shardwise.config.machine import ClusterSection
 from shardwise.cost.cluster import Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.cost.device_peaks import PEAKS

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.config import RANK_AXES, borrowed
+from shardwise.config.axes import RANK_AXES
+from shardwise.config.layout_rules import borrowed
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
 from shardwise.plan.grid import EXPERT_SHARDS, base, devices

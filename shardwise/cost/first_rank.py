@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from shardwise.config import Model
 from shardwise.config.compression import is_compressed
 from shardwise.config.dtype_names import BYTES
+from shardwise.config.model import Model
 from shardwise.config.parameters import parameter_shapes
 from shardwise.config.schedules import of_schedule
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes

@@ -26,8 +26,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from shardwise.config import Model
 from shardwise.config.dtype_names import BYTES
+from shardwise.config.model import Model
 from shardwise.config.schedules import of_schedule
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.config import AXES
+from shardwise.config.axes import AXES
 from shardwise.cost import codec_work
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, busy_links, copies, group_of, rates

@@ -20,8 +20,12 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import AXES, Layout, Model, Recompute, context_attention
+from shardwise.config.axes import AXES
 from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.config.layout import Layout
+from shardwise.config.layout_rules import context_attention
+from shardwise.config.machine import Recompute
+from shardwise.config.model import Model
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
 from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import compiles_blocks

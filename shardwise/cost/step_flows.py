@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import RANK_AXES, TOKEN_AXES, Layout
+from shardwise.config.axes import RANK_AXES, TOKEN_AXES
+from shardwise.config.layout import Layout
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls
 from shardwise.cost.space import distinct

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.codecs import MatrixCodec, RowCodec
-from shardwise.config import Model
 from shardwise.config.compression import is_compressed
+from shardwise.config.model import Model
 from shardwise.config.parameters import Shape, parameter_shapes
 from shardwise.config.schedules import is_interleaved
 from shardwise.cost.codec_work import CodecWork

@@ -18,7 +18,7 @@ from shardwise.mesh.environment import Worker, gpus_are_hidden, threads_of_worke
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.config import Device
+    from shardwise.config.machine import Device
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's `mallopt` (malloc.h)."""

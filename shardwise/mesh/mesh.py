@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
-from shardwise.config import Device, Layout
+from shardwise.config.layout import Layout
+from shardwise.config.machine import Device
 from shardwise.mesh.devices import gpus_are_shared, pick_device
 from shardwise.mesh.environment import Worker, agent_has_store
 from shardwise.mesh.sockets import (

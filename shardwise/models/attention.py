@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.config import Model
+from shardwise.config.model import Model
 from shardwise.models.layers import Linear, RMSNorm
 from shardwise.models.products import attention, matmul
 from shardwise.models.rotary import Angles, rotate

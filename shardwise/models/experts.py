@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise._torch import inside_backward
-from shardwise.config import Model
+from shardwise.config.model import Model
 from shardwise.models.float8_grouped import GroupedProducts
 from shardwise.models.layers import GatedFeedForward
 from shardwise.models.products import linear

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import Model
+from shardwise.config.model import Model
 from shardwise.errors import UserError
 from shardwise.models.draw import draw, quantiles
 from shardwise.models.transformer import Transformer

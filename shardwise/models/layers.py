@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import Model
+from shardwise.config.model import Model
 from shardwise.models.float8_products import Float8
 from shardwise.models.products import linear
 from shardwise.models.torch_dtypes import wide

@@ -22,8 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.config import Model
-from shardwise.config.schema import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
+from shardwise.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, Model
 from shardwise.models.unallocated import ExactBuffers
 
 Angles = tuple[Tensor, Tensor]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import Model
+from shardwise.config.model import Model
 from shardwise.models.attention import Attention, AttentionMask
 from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.float8_products import Float8

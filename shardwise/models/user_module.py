@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch import is_out_of_memory
-from shardwise.config import Model
+from shardwise.config.model import Model
 from shardwise.config.module_file import locate_module
 from shardwise.errors import UserError
 from shardwise.models.layers import Embedding

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
-from shardwise.config import Model, sequence_multiple
 from shardwise.config.compression import is_compressed
+from shardwise.config.layout_rules import sequence_multiple
+from shardwise.config.model import Model
 from shardwise.models import (
     Head,
     Sharding,

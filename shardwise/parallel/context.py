@@ -26,7 +26,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.comm import Comm
-from shardwise.config import Model, context_attention
+from shardwise.config.layout_rules import context_attention
+from shardwise.config.model import Model
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
 from shardwise.models.attention import AttentionMask, CausalAttention

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.state_key import split_scale_name
 from shardwise.comm import Comm
-from shardwise.config import RANK_AXES
+from shardwise.config.axes import RANK_AXES
 from shardwise.models import Head, Transformer
 from shardwise.models.experts import Experts
 from shardwise.models.float8_grouped import GroupedProducts

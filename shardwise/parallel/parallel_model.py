@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
-from shardwise.config import TOKEN_AXES
+from shardwise.config.axes import TOKEN_AXES
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel

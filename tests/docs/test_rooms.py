@@ -8,7 +8,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
-import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shardwise"
 COLLECTIVES = {
@@ -93,20 +92,3 @@ def test_a_planted_collective_is_seen() -> None:
     assert collectives("import torch.distributed as dist\ndist.all_reduce(x)") == {"all_reduce"}
     assert collectives("import torch\ntorch.distributed.send(x)") == {"send"}
     assert collectives("from torch.distributed import broadcast") == {"broadcast"}
-
-
-BELOW_THE_PLAN = ("parallel", "comm", "optim", "checkpoint", "mesh", "models", "cost", "codecs", "optimizers")
-
-
-@pytest.mark.parametrize("room", BELOW_THE_PLAN)
-def test_nothing_below_the_plan_reads_the_job(room: str) -> None:
-    """They are given the plan, or a part of it: what was asked for is resolved once."""
-    named = {
-        str(path.relative_to(PACKAGE))
-        for path in (PACKAGE / room).glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("shardwise.config")
-        and any(alias.name in ("Config", "Train") for alias in node.names)
-    }
-    assert named == set()

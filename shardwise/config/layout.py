@@ -1,0 +1,152 @@
+"""The table `[layout]` of a job: how many devices each axis has, and what they shard."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from shardwise.codecs import parse_codec
+from shardwise.config.compression import AUTO
+from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
+from shardwise.section import Degree, Positive, Section
+
+MOST_DEVICES = 2**20
+"""Largest number of devices that can be planned for: a hundred times what anybody trains on."""
+
+SPELLINGS = {
+    "pp": "pipeline",
+    "dp_replicate": "replica",
+    "dp_shard": "data",
+    "dp": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "ep": "expert",
+}
+"""Keys as other libraries spell them, and ours."""
+
+
+class Layout(Section):
+    """Who computes what. `replica x data` is the data-parallel size; states are sharded over `data`."""
+
+    pipeline: Degree = Field(1, description="pipeline stages")
+    replica: Degree = Field(1, description="copies of the sharded model (hybrid sharding)")
+    data: Annotated[int, Field(ge=-1, le=2**20)] = Field(
+        -1,
+        description="data-parallel devices that share sharded states; -1: the rest of the devices, "
+        "which are two where a job writes it and has neither GPUs nor other axes",
+    )
+    context: Degree = Field(1, description="devices that split one sequence")
+    tensor: Degree = Field(1, description="devices that split each matrix")
+    expert: Degree = Field(
+        1, description="devices that split the experts, borrowed from data, context and tensor"
+    )
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and "
+        "weights; "
+        "left out: 3 where `replica` is above 1, else chosen by memory",
+    )
+    schedule: ScheduleName = Field(
+        DEFAULT_SCHEDULE,
+        description="order of the pipeline's work: see docs/pipelines.md; "
+        f"{names_in_words(lambda facts: facts.splits_backward)} split backward",
+    )
+    stages_per_rank: Degree | None = Field(
+        None,
+        description="pipeline stages a device holds; left out: 2 for "
+        f"{names_in_words(lambda facts: facts.stages_per_rank == 2)}, else 1",
+    )
+    stages: tuple[Degree, ...] | None = Field(
+        None,
+        description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as "
+        "fast as can be",
+        examples=[[2, 2]],
+    )
+    attention: Literal["auto", "ring", "ulysses"] = Field(
+        "auto",
+        description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where "
+        "heads divide",
+    )
+    offload: bool = Field(
+        False,
+        description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with "
+        "zero = 0)",
+    )
+    compression: str | None = Field(
+        None,
+        description="how gradients are compressed between devices, which changes the numbers: `bfloat16`, "
+        "`float16`, `float8`, `int8`, "
+        "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
+        "planner chooses, perhaps not at all; see docs/compression.md",
+    )
+    compression_axes: Literal["all", "replica"] = Field(
+        "all",
+        description="which sums are compressed: all over data-parallel devices, or those between "
+        "replicas alone",
+    )
+    compression_warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps before compression begins")
+    weight_compression: str | None = Field(
+        None,
+        description="how sharded weights are compressed when they are gathered, which changes the numbers: "
+        "`int8`, `float8` or "
+        "`int4`; see docs/compression.md",
+    )
+    backward_shards: Positive | None = Field(
+        None,
+        description="zero = 3: so many neighbours (the devices of a node, say) keep a copy of the weights "
+        "among them from "
+        "forward to backward, and backward gathers from that; left out: no copy",
+    )
+    error_feedback: bool | None = Field(
+        None,
+        description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
+        "`terngrad` and "
+        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use the optimizer "
+        "`1bit-adam`",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _peer_spellings(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if isinstance(values.get("stages"), list):
+            values = {**values, "stages": tuple(values["stages"])}
+        axes = [str(SPELLINGS.get(key, key)) for key in values]
+        if twice := {axis for axis in axes if axes.count(axis) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
+        return dict(zip(axes, values.values(), strict=True))
+
+    @field_validator("compression", "weight_compression")
+    @classmethod
+    def _known_codec(cls, value: str | None) -> str | None:
+        return value if value in (None, AUTO) else str(parse_codec(value))
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if (devices := self.fixed * max(self.data, 1)) > MOST_DEVICES:
+            raise ValueError(f"{devices} devices; at most {MOST_DEVICES} can be planned for")
+        return self
+
+    @property
+    def fixed(self) -> int:
+        """Devices used by every axis but `data`."""
+        return self.pipeline * self.replica * self.context * self.tensor
+
+    @property
+    def world(self) -> int:
+        """Devices in all; only when `data` is a number."""
+        assert self.data > 0, "resolve the layout first"
+        return self.fixed * self.data
+
+    @property
+    def shards(self) -> int:
+        """Devices that share sharded states: those that hold the same weights and read different tokens, in
+        one replica."""
+        return self.data * self.context
+
+    @property
+    def data_parallel(self) -> int:
+        """Devices (or groups of devices) that read different sequences."""
+        return self.replica * self.data
