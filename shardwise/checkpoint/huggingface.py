@@ -43,7 +43,7 @@ from shardwise.checkpoint.pretrained import (
 )
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import Contents
-from shardwise.config.dtype_names import BYTES
+from shardwise.config.dtype_names import BYTES as DTYPE_BYTES
 from shardwise.config.families import Family
 from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.model import Model
@@ -68,7 +68,7 @@ class TensorEntry:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return torch.Size(self.shape).numel() * BYTES[self.dtype]
+        return torch.Size(self.shape).numel() * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
