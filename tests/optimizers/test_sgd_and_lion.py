@@ -218,8 +218,18 @@ def tables_of(corpus: str, name: str, layout: str, **train: Any) -> Tables:
     return job(corpus, model=FAMILIES[model], layout=degrees, train=batch, optimizer={"name": name})
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("lion", layout) for layout in LAYOUTS),
+        *(("sgd", layout) for layout in ("zero 1", "pipeline", "expert")),
+        *(
+            pytest.param("sgd", layout, marks=pytest.mark.full)
+            for layout in LAYOUTS
+            if layout not in ("zero 1", "pipeline", "expert")
+        ),
+    ],
+)
 def test_every_axis_trains_as_one_device_and_holds_and_sends_what_was_predicted(
     trained: Runs, corpus: str, name: str, layout: str
 ) -> None:
@@ -239,7 +249,7 @@ def test_bfloat16_states_take_the_bytes_that_were_predicted(
     check_held(trained(tables), tables)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion"])
+@pytest.mark.parametrize("name", ["lion", pytest.param("sgd", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("layout", "against"),
     [

@@ -117,6 +117,7 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
     assert not in_each.parallel.scales.kept
 
 
+@pytest.mark.full  # compiles for minutes where nothing was compiled before
 def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cast_themselves(
     monkeypatch: pytest.MonkeyPatch, corpus: str
 ) -> None:
