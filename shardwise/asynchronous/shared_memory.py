@@ -22,12 +22,12 @@ microseconds may both miss it.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from shardwise.checkpoint.save import state_of
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Peers
-from shardwise.locks import take_lock
 from shardwise.optim import ShardedOptimizer
 
 ALIGNED = 64
@@ -72,12 +71,17 @@ class SharedMemory(Generic[Key]):
         if peers.rank != 0:
             file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, file)
-        self._path = Path(f"/proc/self/fd/{file}")
+        self._file = file
         return file
 
-    def locked(self) -> ExitStack:
-        """Keep the others waiting until the value returned is closed. Whoever dies lets go."""
-        return take_lock(self._path, "", wait=lambda: None)
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the other processes waiting. The system releases the lock of a process that dies."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class Stamps:

@@ -341,7 +341,7 @@ def hold(folder: str | Path) -> Iterator[None]:
     )
     try:
         where.make()
-        lock = take_lock(Path(where.address), in_use)
+        lock = take_lock(Path(where.address, ".lock"), in_use)
     except OSError as error:
         raise UserError(
             f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder."
