@@ -45,7 +45,7 @@ from shardwise.resilience.leader_file import LeaderFile
 from shardwise.resilience.leadership import Hold, Leadership
 from shardwise.resilience.team import Bounds, Leader
 from shardwise.resilience.team_store import FindPort, open_store
-from shardwise.train.planner import Planner
+from shardwise.search.planner import Planner
 from shardwise.train.resume import checkpoint_folder
 
 log = logging.getLogger("shardwise")
