@@ -257,11 +257,11 @@ def _sampled(training: Training, reporter: Reporter) -> str | None:
 def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> None:
     """Stop a run that cannot save. The main rank does: it hears of every save, and whoever started the ranks
     ends the others."""
-    failed, attempts = training.checkpointer.failed_in_a_row, training.config.checkpoint.attempts
-    if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < attempts <= failed:
+    failed, most = training.checkpointer.failed_in_a_row, training.config.checkpoint.max_failed_saves
+    if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < most <= failed:
         raise RunFailed(
             f"{counted(failed, 'save')} in a row failed, so the run stops before more work is at risk "
-            f"(checkpoint.attempts = {attempts}; 0: go on without). The last one: {outcomes[-1].message}"
+            f"(checkpoint.max_failed_saves = {most}; 0: go on without). The last one: {outcomes[-1].message}"
         )
 
 
