@@ -14,8 +14,8 @@ its size. It holds one copy of weights and moments for all processes, and 8 byte
 by.
 
 *Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote
-it last, and in the how-manieth update of his. A worker notes before its forward how many updates each of the
-others has finished; a row that it is about to write with a stamp of another's later update was written since
+it last, and the number of that worker's update. A worker notes before its forward how many updates each of
+the others has finished; a row that it is about to write with a stamp of another's later update was written since
 it was read. Stamps are read and written without a lock too, so two who write one row within the same
 microseconds may both miss it.
 """
@@ -91,18 +91,19 @@ class Stamps:
         self._seen = finished.clone()
 
     def read(self) -> None:
-        """Weights are about to be read."""
+        """Note which updates the others have finished, before weights are read."""
         self._seen = self._finished.clone()
 
     def write(self, rows: Tensor) -> int:
-        """These rows are about to be written: in how many of them have others written since the read?"""
+        """Mark rows that are about to be written. Return in how many of them others have written since the
+        weights were read."""
         last = self._last[rows]
         number, writer = last // self._workers, last % self._workers
         self._last[rows] = (int(self._finished[self._worker]) + 1) * self._workers + self._worker
         return int(((writer != self._worker) & (number > self._seen[writer])).sum())
 
     def written(self) -> None:
-        """They are."""
+        """The update of the marked rows is finished."""
         self._finished[self._worker] += 1
 
 
@@ -132,8 +133,8 @@ class SharedState:
         self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
 
     def touched(self) -> Tensor:
-        """The rows that the present gradients touch: those of a sparse one, and one for each that is
-        dense."""
+        """Return the rows that the present gradients touch: those of a sparse gradient, and one for each
+        dense gradient."""
         pairs = zip(self.parameters, self._first_rows, strict=False)
         return torch.cat(
             [_rows(parameter.grad, first) for parameter, first in pairs if parameter.grad is not None]

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from shardwise.config import RANK_AXES, Layout
 
 WARM_UP = 2
-"""Steps of a team that say nothing of how fast devices are: they allocate, and may compile."""
+"""First steps of a team, whose times are ignored: devices allocate memory in them, and may compile."""
 NEWEST = 0.3
 """Weight of the newest speed in the mean: one slow step in ten moves few rows, one that stays slow is met in
 some steps."""
 WORTH = 0.98
-"""Rows move if the slowest device then needs at most so much of its time."""
+"""Rows move if the slowest device then needs at most this share of its time."""
 MOST = 2
-"""A device has at most so many times an even share, which bounds the memory for activations."""
+"""A device has at most this many times an even share, which bounds the memory for activations."""
 
 
 @dataclass(frozen=True)
