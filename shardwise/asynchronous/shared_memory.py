@@ -15,8 +15,8 @@ by.
 
 *Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote
 it last, and the number of that worker's update. A worker notes before its forward how many updates each of
-the others has finished; a row that it is about to write with a stamp of another's later update was written since
-it was read. Stamps are read and written without a lock too, so two who write one row within the same
+the others has finished; a row that it is about to write with a stamp of another's later update was written
+since it was read. Stamps are read and written without a lock too, so two who write one row within the same
 microseconds may both miss it.
 """
 
