@@ -24,15 +24,15 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import (
     MixtureOfExperts,
     Sharding,
-    begins_otherwise,
-    build_own,
+    build_user_module,
     check_first_value,
     count_items,
     counts_items,
     lost_values,
     matches,
+    replaces_constructor_value,
 )
-from shardwise.models.user_module import accepted, name_of
+from shardwise.models.user_module import accepted_arguments, name_of
 from shardwise.parallel import build_plain
 from shardwise.parallel.tables import LOOKED_UP, table_of
 from shardwise.parallel.tensor import missing_entry, unfit
@@ -70,11 +70,11 @@ def check_first_values(config: Config) -> Iterator[str]:
             f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
             f"{_GIVE_VALUES}"
         )
-    given = lost_values(lambda: build_own(config.model), seed)
+    given = lost_values(lambda: build_user_module(config.model), seed)
     lost = [
         name
         for name, value in given.items()
-        if name not in frozen and begins_otherwise(model, name, value, seed)
+        if name not in frozen and replaces_constructor_value(model, name, value, seed)
     ]
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -171,7 +171,7 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
             f"train on one device, or "
             "use train.driver = 'hogwild'"
         )
-    if config.data.reset_attention and "documents" not in accepted(model):
+    if config.data.reset_attention and "documents" not in accepted_arguments(model):
         yield (
             f"data.reset_attention = true (as conversations need it): {name}.forward has no argument "
             f"`documents`, so tokens "
@@ -277,7 +277,7 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
             f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "
             f"where tokens meet"
         )
-    if "positions" not in accepted(model):
+    if "positions" not in accepted_arguments(model):
         yield (
             f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a "
             f"device's tokens"

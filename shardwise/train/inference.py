@@ -36,7 +36,7 @@ from shardwise.data.tokenizer import as_text
 from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes
 from shardwise.mesh import local_gpus
-from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
+from shardwise.models import CachedStep, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
 from shardwise.plan import ModelSpec
@@ -185,7 +185,7 @@ def _ready(
     _assign(name, module, read())
     module.eval()
     whole = _Whole(module, model, device)
-    return _on_its_device(Remembering(module, device) if isinstance(module, Transformer) else whole, device)
+    return _on_its_device(CachedStep(module, device) if isinstance(module, Transformer) else whole, device)
 
 
 @torch.no_grad()
