@@ -1,12 +1,12 @@
 """Weights and moments that the processes of one machine share and update without a lock: Hogwild! (Niu et al.
 2011).
 
-Every process computes a gradient with the weights as they lie there and adds its update to them, whatever
-others write meanwhile. Nobody waits. What it costs: a gradient may be of weights that others have changed
-since, and of two who change one number at the same moment one may be lost. Where updates touch few rows of a
-large table that is rare, and Niu et al. show that the loss falls as in a serial run. Where all of them touch
-all weights, it is an asynchronous run like others, with a noise of its own. They had SGD; the two moments of
-AdamW need more care (optimizers/adamw.py).
+Every process computes a gradient with the present weights and adds its update to them, whatever others write
+at the same time. No process waits. The cost: other processes may have changed the weights after a gradient
+was computed, and if two processes change one number at the same moment, one change may be lost. If updates
+touch few rows of a large table, that is rare, and Niu et al. show that the loss falls as in a serial run. If
+all updates touch all weights, the run is asynchronous like others, with additional noise. Niu et al. used
+SGD; the two moments of AdamW need more care (optimizers/adamw.py).
 
 The memory is a file without a name, which the first process makes and the others open through /proc. It is
 gone with the last of them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits
@@ -39,27 +39,27 @@ from shardwise.comm import Peers
 from shardwise.locks import take_lock
 from shardwise.optim import ShardedOptimizer
 
-ALIGNED = 64
-"""Bytes of a cache line: no two tensors share one."""
+CACHE_LINE = 64
+"""Bytes of a cache line. No two tensors share a line."""
 Key = TypeVar("Key", bound=Hashable)
 
 
 class SharedMemory(Generic[Key]):
-    """Tensors that all processes see, with the first one's values."""
+    """Tensors that all processes share. They begin with the values of the first process."""
 
-    def __init__(self, peers: Peers, own: Mapping[Key, Tensor]) -> None:
-        """All processes do this together, with tensors of the same keys, shapes and dtypes."""
+    def __init__(self, peers: Peers, local: Mapping[Key, Tensor]) -> None:
+        """All processes call this together, with tensors of the same keys, shapes and dtypes."""
         ends = [0]
-        for tensor in own.values():
-            ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
+        for tensor in local.values():
+            ends.append(ends[-1] + -(-tensor.nbytes // CACHE_LINE) * CACHE_LINE)
         file = self._open(peers, ends[-1])
         memory = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
         self.tensors = {
             key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, (key, tensor) in zip(ends, own.items(), strict=False)
+            for start, (key, tensor) in zip(ends, local.items(), strict=False)
         }
         if peers.rank == 0:
-            for key, tensor in own.items():
+            for key, tensor in local.items():
                 self.tensors[key].copy_(tensor)
         peers.from_everyone("has opened it")  # and the values are in place
 
@@ -76,12 +76,12 @@ class SharedMemory(Generic[Key]):
         return file
 
     def locked(self) -> ExitStack:
-        """Keep the others waiting until the value returned is closed. Whoever dies lets go."""
+        """Lock the memory until the returned value is closed. The lock of a process that dies is released."""
         return take_lock(self._path, "", wait=lambda: None)
 
 
 class Stamps:
-    """Who wrote each row last, as one of the workers sees it."""
+    """Tells one of the workers who wrote each row last."""
 
     def __init__(self, last: Tensor, finished: Tensor, worker: int) -> None:
         """`last`: of each row, the worker who wrote it and the number of its update, in one integer.
@@ -121,8 +121,8 @@ class SharedState:
             "last": torch.zeros(int(rows.sum()), dtype=torch.int64),
             "finished": torch.zeros(peers.world, dtype=torch.int64),
         }
-        own: dict[StateKey | str, Tensor] = dict([*state_of(named, optimizer).items(), *stamps.items()])
-        self.memory = SharedMemory(peers, own)
+        local: dict[StateKey | str, Tensor] = dict([*state_of(named, optimizer).items(), *stamps.items()])
+        self.memory = SharedMemory(peers, local)
         tensors = self.memory.tensors
         for name, parameter in named:
             parameter.data = tensors[StateKey.model(name)]
