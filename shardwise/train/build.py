@@ -19,7 +19,12 @@ from torch import Tensor
 
 from shardwise._torch import compute_deterministically
 from shardwise.checkpoint import Manifest, read_manifest
-from shardwise.checkpoint.huggingface_files import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
+from shardwise.checkpoint.huggingface_files import (
+    file_key,
+    files_of_checkpoint,
+    files_of_folder,
+    has_tokenizer,
+)
 from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.save import (
     Checkpointer,
@@ -194,9 +199,9 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
     folder = training.config.model.pretrained
     for address in checkpoints:
         with suppress(UserError):  # a damaged one was told of before
-            training.kept = training.kept or kept_of_checkpoint(Contents.open(address))
+            training.kept = training.kept or files_of_checkpoint(Contents.open(address))
     if not training.kept and folder is not None:
-        training.kept = kept_of_folder(Path(folder))
+        training.kept = files_of_folder(Path(folder))
     if not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
         log.warning(
             "the data have another tokenizer than the Hugging Face folder of the model: its files are "
@@ -218,7 +223,7 @@ def _chat_template(training: Training) -> State:
     learnt = next((template for template in map(find_template, of_answers) if template is not None), None)
     if learnt is None or (own is not None and own.source == learnt.source):
         return {}
-    return {kept_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
+    return {file_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
 
 
 def save(training: Training, wait: bool = True) -> str:

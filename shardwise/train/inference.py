@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.folder import held_model
-from shardwise.checkpoint.huggingface_files import as_files, kept_of_checkpoint
+from shardwise.checkpoint.folder import saved_model
+from shardwise.checkpoint.huggingface_files import as_files, files_of_checkpoint
 from shardwise.checkpoint.pretrained import OUR_DTYPES, check_tokenizer, open_folder
 from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import Config, Model, Train
@@ -151,7 +151,7 @@ def load_folder(folder: Path) -> Speaker:
 def load_checkpoint(address: str) -> Speaker:
     """The model of a checkpoint."""
     contents = Contents.open(address)
-    model = held_model(contents.manifest, contents.address)
+    model = saved_model(contents.manifest, contents.address)
     speech = _speech(contents)
     contents.check()
     keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
@@ -236,7 +236,7 @@ class _Whole:
 
 def _speech(contents: Contents) -> Speech:
     """Of the folder that the model came from; else as the run was trained."""
-    if files := as_files(kept_of_checkpoint(contents)):
+    if files := as_files(files_of_checkpoint(contents)):
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / name).parent.mkdir(exist_ok=True)
