@@ -41,23 +41,11 @@ from shardwise.files import is_temporary, parse_as
 ALIGNMENT = 64
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-        "complex64",
-        "complex128",
-    ]
-}
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+        "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
+    )
+}  # fmt: skip
 """Dtypes of tensors in checkpoints."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]

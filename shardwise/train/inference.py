@@ -235,7 +235,7 @@ class _Whole:
 
 
 def _speech(contents: Contents) -> Speech:
-    """Of the folder that the model came from; else as the run was trained."""
+    """Return the chat template of the folder that the model came from, else that of the run's data."""
     if files := as_files(files_of_checkpoint(contents)):
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
@@ -243,9 +243,8 @@ def _speech(contents: Contents) -> Speech:
                 (Path(folder) / name).write_bytes(content)
             if TOKENIZER in files:
                 speech = _speech_of_folder(Path(folder))
-                chosen = contents.manifest.data.get(
-                    "end_of_document"
-                )  # the job may have ended documents by another token
+                # The job may have ended documents by another token.
+                chosen = contents.manifest.data.get("end_of_document")
                 end = (
                     load_tokenizer(Path(folder), chosen).end
                     if isinstance(chosen, str)

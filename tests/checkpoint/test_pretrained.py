@@ -234,7 +234,7 @@ def test_the_files_of_another_tokenizer_are_not_kept(folder: Path, tmp_path: Pat
     )
     training = build(config, choose(config, 1), ALONE)
     keep_files(training, (str(tmp_path / "step-0"),))
-    assert training.kept == {}
+    assert training.folder_files == {}
 
 
 def test_files_that_belong_to_no_tokenizer_of_the_data_are_not_kept(folder: Path) -> None:
