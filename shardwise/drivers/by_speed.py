@@ -46,9 +46,9 @@ class RowsBySpeedRank(RankDriver):
     """A rank whose number of rows changes with its speed."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
-        from shardwise.train.sources import OwnRows
+        from shardwise.train.sources import RankRows
 
-        return OwnRows(training, by_speed=True)
+        return RankRows(training, by_speed=True)
 
     def rows(self, training: Training) -> str:
         return "its share of the global batch"

@@ -30,6 +30,6 @@ class OwnRowsRank(RankDriver):
     """A rank that computes the gradient of its own rows."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
-        from shardwise.train.sources import OwnRows
+        from shardwise.train.sources import RankRows
 
-        return OwnRows(training)
+        return RankRows(training)

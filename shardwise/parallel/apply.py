@@ -31,7 +31,7 @@ from shardwise.models import (
     Sharding,
     Transformer,
     adapt,
-    build_own,
+    build_user_module,
     check_values,
     initialise,
     weights_without_memory,
@@ -94,7 +94,7 @@ def build_plain(spec: ModelSpec) -> nn.Module:
     """Return the whole model as on one device: weights without memory, buffers with their values."""
     compute = DTYPES[spec.dtypes.compute]
     with weights_without_memory(spec.seed):
-        model = (build_own if spec.is_own_module else Transformer)(spec.shape)
+        model = (build_user_module if spec.is_own_module else Transformer)(spec.shape)
     _store_weights_in(model, DTYPES[spec.dtypes.states])
     if spec.is_own_module:
         model = adapt(model, compute)

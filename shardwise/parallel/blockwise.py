@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.models.attention import attend_to, visible
+from shardwise.models.attention import masked_attention, visibility_mask
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import wide
 
@@ -145,8 +145,8 @@ def whole_attention(
 ) -> Tensor:
     """Causal attention within each document and window of a whole sequence, by torch's own choice of
     kernel."""
-    mask = visible(documents, torch.arange(query.shape[2], device=query.device), window)
-    return attend_to(query, key, value, mask, softcap)
+    mask = visibility_mask(documents, torch.arange(query.shape[2], device=query.device), window)
+    return masked_attention(query, key, value, mask, softcap)
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:

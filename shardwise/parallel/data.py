@@ -451,11 +451,11 @@ class _Collectives:
 
 def _product_of(module: nn.Module, name: str) -> ScaledProduct | None:
     """The product in float8 that alone uses this weight of a module, if there is one."""
-    own = getattr(module, "float8", None)
-    products = own.modules() if isinstance(own, nn.Module) else ()
+    float8 = getattr(module, "float8", None)
+    modules = float8.modules() if isinstance(float8, nn.Module) else ()
+    products = (product for product in modules if isinstance(product, ScaledProduct))
     return next(
-        (one for one in products if isinstance(one, ScaledProduct) and name in one.weights and one.alone),
-        None,
+        (product for product in products if name in product.weights and product.has_weight_alone), None
     )
 
 

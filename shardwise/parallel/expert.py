@@ -34,7 +34,7 @@ from shardwise.comm import Comm
 from shardwise.comm.autograd import all_to_all, eager, total
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.models.replace import put_in_place
-from shardwise.models.sorting import Sorting, inverse, permute
+from shardwise.models.sorting import Sorting, inverse_permutation, permute
 from shardwise.parallel.modules import ParallelModule, Share, parallel_module
 
 AXIS = "expert"
@@ -110,7 +110,7 @@ def exchange(experts: Visit, rows: Tensor, counts: Tensor, comm: Comm) -> Tensor
     theirs = comm.all_to_all(ours, AXIS)  # (source, our experts)
     sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()  # the host waits here
     order = _by_expert(theirs, sum(received))
-    back = inverse(order)
+    back = inverse_permutation(order)
     arrived = permute(all_to_all(rows, comm, AXIS, sent, received), order, back)
     visited = permute(experts(arrived, theirs.sum(0)), back, order)
     return all_to_all(visited, comm, AXIS, received, sent)

@@ -24,9 +24,9 @@ from shardwise.models.experts import Experts
 from shardwise.models.float8_grouped import GroupedProducts
 from shardwise.models.float8_products import (
     E4M3,
+    HEADROOM,
     HISTORY,
     LARGEST,
-    ROOM,
     DelayedScale,
     Float8,
     ScaledProduct,
@@ -48,7 +48,7 @@ def use_float8(model: Transformer, names: Iterable[str]) -> None:
             assert isinstance(module, Linear | Head)
             module.float8 = Float8(sources.get(product.source))
             sources.setdefault(product.source, module.float8.input)
-            module.float8.alone = not (product.name == "head" and model.config.tied)
+            module.float8.has_weight_alone = not (product.name == "head" and model.config.tied)
     for path, module in modules.items():
         if isinstance(module, Experts):
             own = [name for name, _ in module.named_parameters() if f"{path}.{name}" in chosen]
@@ -101,7 +101,7 @@ class Scales:
         products = {name: module for name, module in modules.items() if isinstance(module, ScaledProduct)}
         self.products = list(products.values())
         for product in self.products:
-            product.note_on(comm.device)
+            product.move_probe(comm.device)
         own = {name: module for name, module in modules.items() if isinstance(module, DelayedScale)}
         self.own, self.places = list(own.values()), self._places_of(own)
         self.of_weights = [product.weight for product in self.products]
@@ -127,7 +127,7 @@ class Scales:
         ]
         self.ends, self.rooms = (
             torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device)
-            for of in (LARGEST, ROOM)
+            for of in (LARGEST, HEADROOM)
         )
         self.maxima_of_weights = torch.zeros(len(names), device=comm.device)
         self._wheres: dict[tuple[int, ...], Tensor] = {}
@@ -145,7 +145,7 @@ class Scales:
         """A step, or an evaluation: take its scales from the weights, and from the steps before."""
         self._look_at_weights()
         for product, weights in self.kept:
-            product.keep([local(weight) for weight in weights], self.dtype, self.compiled)
+            product.cache_weights([local(weight) for weight in weights], self.dtype, self.compiled)
         if not self.delayed:
             return
         largest = self.maxima.amax(1)
@@ -199,9 +199,9 @@ class Scales:
     def see(self) -> Seen:
         """What the step saw, on all devices."""
         numbers = torch.zeros(len(self.names), 3, device=self.comm.device)
-        noted = [seen for product in self.products for seen in product.noted]
+        noted = [seen for product in self.products for seen in product.observations]
         if noted:
-            times = tuple(len(product.noted) for product in self.products)
+            times = tuple(len(product.observations) for product in self.products)
             where = self._where(times).unsqueeze(1).expand(-1, 2)
             numbers[:, :2].scatter_reduce_(0, where, torch.cat(noted), "amax")
         numbers[:, 0] += self.maxima_of_weights
@@ -229,7 +229,7 @@ class Scales:
     def remember(self, seen: Seen) -> None:
         """The step's maxima; of one that is to be made again, together with those of the step before."""
         for product in self.products:
-            product.noted.clear()
+            product.observations.clear()
             product.probe.grad = None
         if not self.own:
             return

@@ -425,11 +425,11 @@ class VocabularyLoss(ParallelModule):
         def maximum(numbers: Tensor) -> Tensor:
             return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-        first, most_rows = (
+        first, max_rows = (
             self.parallel_share.range_of(rows).start,
             largest_part(rows, self.parallel_share.size),
         )
-        return VocabularyPart(first, most_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
+        return VocabularyPart(first, max_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
     def describe_share(self) -> str:
         """This device's ids."""
