@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from shardwise._torch import compute_deterministically
 from shardwise.checkpoint import Manifest, read_manifest
@@ -186,7 +186,7 @@ def start_from_seed(training: Training) -> None:
 def start_from_pretrained(training: Training, folder: Path) -> None:
     """Start with the weights of a Hugging Face folder. Every rank reads one whole tensor after the other, and
     copies its part."""
-    named: dict[str, list[Tensor]] = defaultdict(list)
+    named: dict[str, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in training.parallel.named_parameters():
         named[name].append(parameter)  # a tied weight has two, where first and last stage are on this rank
     for name, full in open_folder(folder).read():
