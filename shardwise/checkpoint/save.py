@@ -179,7 +179,7 @@ class Checkpointer:
 
     def __init__(self, mesh: Mesh, background: bool = True) -> None:
         self.mesh, self.background = mesh, background
-        self.peers = Peers.meet(mesh)
+        self.peers = Peers.create(mesh)
         self._copies = HostCopies()
         self._outcomes: deque[Saved | SaveFailed] = deque()
         self.failed_in_a_row = 0
@@ -352,7 +352,7 @@ class Checkpointer:
             mine = {"refused": str(error)}
         except Exception as error:  # of whatever kind the storage raises
             mine = {"unreadable": f"checkpoints cannot be read: {error}"}
-        everyone = self.peers.from_everyone(mine)
+        everyone = self.peers.all_gather(mine)
         for kind, raised in (("refused", UserError), ("unreadable", Unreadable)):
             for outcome in everyone:
                 if kind in outcome:

@@ -59,15 +59,13 @@ def write_together(
     id is rank 0's. `guard` runs the commit, or refuses it where the save was given up meanwhile.
     """
     mine = held_pieces(state)
-    said = peers.at_main([piece.to_json() for piece in mine])
+    said = peers.gather([piece.to_json() for piece in mine])
     held = [] if said is None else [[HeldPiece.from_json(piece) for piece in pieces] for pieces in said]
     shares = None if said is None else _attempt(lambda: _prepare(where, held))
-    told = peers.from_main(None if shares is None else _for_each_rank(shares, identity, peers.world))
+    told = peers.scatter(None if shares is None else _for_each_rank(shares, identity, peers.world))
     identity, indices = _value(told)
     file = f"rank-{peers.rank}-{identity}.data"
-    results = peers.at_main(
-        _attempt(lambda: _write(where, file, [mine[index] for index in indices], numbers))
-    )
+    results = peers.gather(_attempt(lambda: _write(where, file, [mine[index] for index in indices], numbers)))
     outcome = None
     if shares is not None and results is not None:
         written = [
@@ -76,7 +74,7 @@ def write_together(
         outcome = _attempt(
             lambda: guard(lambda: _commit(where, manifest, written, results, identity)).total_bytes
         )
-    return int(_value(peers.from_rank(outcome, 0)))
+    return int(_value(peers.broadcast(outcome, 0)))
 
 
 def _attempt(action: Callable[[], Any]) -> Outcome:

@@ -117,7 +117,7 @@ class Contributions:
         if self.scheduler is not None and self._update is not None:
             self.scheduler.made(self._update)
             state = self.scheduler.state()
-        _, after, missing = self.training.peers.from_rank(astuple(state), 0)
+        _, after, missing = self.training.peers.broadcast(astuple(state), 0)
         self.training.sequences = after * self.rows
         self.training.missing = tuple(
             range(portion * self.rows, (portion + 1) * self.rows) for portion in missing
@@ -151,10 +151,10 @@ class Contributions:
     def _next_update(self) -> Update | None:
         while True:
             update = self.scheduler.due(TURN_SECONDS) if self.scheduler is not None else None
-            told = self.training.peers.from_rank([_told(update), self._stop_asked()], 0)
-            if told[0] is not None:
-                return update or _heard(told[0])
-            if told[1]:
+            told, stop = self.training.peers.broadcast((_told(update), self._stop_asked()), 0)
+            if told is not None:
+                return update or _heard(told)
+            if stop:
                 return None
             self._waiting()
 

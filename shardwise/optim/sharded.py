@@ -58,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def momenta(self) -> set[nn.Parameter]:
         """Return the parameters whose gradients are momenta from now on."""
-        return self._compressed if any(compressor.begun for compressor in self._compressors) else set()
+        return self._compressed if any(compressor.active for compressor in self._compressors) else set()
 
     def pieces(self, group: dict[str, Any]) -> list[Piece]:
         """Return this rank's piece of each parameter of a group that has a gradient."""

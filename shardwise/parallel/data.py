@@ -55,22 +55,22 @@ from shardwise._torch import add_to_gradients, end_backward, forget_forwards, re
 from shardwise.comm import (
     EXPOSED,
     Comm,
-    CompressedCopies,
+    CompressedReplicaSum,
     CompressionSettings,
     Compressor,
     CountedAllGather,
     CountedReduceScatter,
+    DeferredSums,
+    DeferredUnitSum,
     EncodedGather,
     Float8Gather,
     GatherSettings,
     GradientSum,
-    NearbyCopy,
-    SumsBehind,
-    UnitBehind,
+    SecondaryShard,
 )
 from shardwise.models.float8_products import ScaledProduct
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
-from shardwise.plan.engine import SUMS_UNDER_WAY, Engine
+from shardwise.plan.engine import MAX_DEFERRED_SUMS, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 
@@ -185,7 +185,7 @@ class Replicated(DataParallel):
             )  # where a thread makes the sums, and attention may use the same axis meanwhile
             self.compressors = [Compressor(self.comm, COPIES, self.settings, apart)]
             for parameter, name in names.items():
-                self.compressors[0].follow(name, parameter.shape)
+                self.compressors[0].register(name, parameter.shape)
         compressor = self.compressors[0] if self.compressors else None
         self.hook = hook = GradientSum(self.comm, self.comm.mesh.label(COPIES), group, compressor, names)
         self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
@@ -245,7 +245,7 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(last)
         self._complete(last)
         yield
-        self.collectives.behind.complete(but=0 if last else 1)
+        self.collectives.deferred.complete(leave=0 if last else 1)
 
     def stay_gathered(self) -> None:
         """The second half of a backward asks a module for its weights, and would be given shards."""
@@ -276,7 +276,7 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(True)
             reduce_gathered(unit)
         end_backward(self.model)
-        self.collectives.behind.complete()
+        self.collectives.deferred.complete()
 
     def _complete(self, last: bool) -> None:
         for copies in self.collectives.copies:
@@ -366,9 +366,9 @@ class _Collectives:
         self.paths = {module: path for path, module in model.named_modules()}
         self.compressors: dict[str, Compressor] = {}
         """By axis."""
-        self.copies: list[CompressedCopies] = []
+        self.copies: list[CompressedReplicaSum] = []
         """What sums each unit's gradients over its copies, where they are compressed."""
-        self.behind = SumsBehind(comm, SUMS_UNDER_WAY)
+        self.deferred = DeferredSums(comm, MAX_DEFERRED_SUMS)
         """On a CPU, sums over shards that go on behind backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:
@@ -391,7 +391,9 @@ class _Collectives:
         summed = {self._name(piece.module, piece.name): piece.shape for piece in pieces if piece.trained}
         shards = self._compressor(axis, summed, mesh.size(axis)) if self.engine.zero else None
         behind = (
-            UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
+            DeferredUnitSum(self.deferred, partial(add_to_gradients, unit))
+            if self._defers_sums(axis)
+            else None
         )
         scatter = CountedReduceScatter(comm, mesh.label(axis), summed, shards, behind)
         products = [_product_of(piece.module, piece.name) for piece in pieces]
@@ -402,7 +404,7 @@ class _Collectives:
             if compressor is None:
                 unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
             else:
-                self.copies.append(CompressedCopies(comm, compressor, summed))
+                self.copies.append(CompressedReplicaSum(comm, compressor, summed))
                 unit.set_all_reduce_hook(self.copies[-1])
 
     def _gather(
@@ -418,10 +420,10 @@ class _Collectives:
             if codec is not None and not self.gathers.names.isdisjoint(pieces):
                 encoded = EncodedGather(comm, label, codec, self.gathers.names, pieces)
             if near is not None:
-                nearby = NearbyCopy(comm, within(label, near), comm.mesh.neighbours(axis, near))
+                nearby = SecondaryShard(comm, within(label, near), comm.mesh.neighbours(axis, near))
         return CountedAllGather(comm, label, encoded, nearby)
 
-    def _goes_on_behind(self, axis: str) -> bool:
+    def _defers_sums(self, axis: str) -> bool:
         """FSDP2 sums over copies right after it summed over shards, so that with copies it must have the sum
         at once."""
         return self.comm.device.type == "cpu" and self.comm.mesh.size(self.engine.copies(axis)) == 1
@@ -441,11 +443,11 @@ class _Collectives:
             return None
         assert self.settings is not None, "it compresses"
         if axis not in self.compressors:
-            apart = rows is not None and self._goes_on_behind(axis)
+            apart = rows is not None and self._defers_sums(axis)
             self.compressors[axis] = Compressor(self.comm, axis, self.settings, apart)
         compressor = self.compressors[axis]
         for name, shape in pieces.items():
-            compressor.follow(name, shape if rows is None else (rows, *shape))
+            compressor.register(name, shape if rows is None else (rows, *shape))
         return compressor
 
 

@@ -113,7 +113,7 @@ def build(
             optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     talks = train.check_every > 0 or driver.talks_while_saving
-    peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
+    peers = Peers.create(mesh) if talks and config.checkpoint.background else checkpointer.peers
     training = Training(
         config=config,
         plan=plan,

@@ -54,7 +54,7 @@ class Float8Look:
 
     def begin_gradients(self) -> None:
         """Tell whether gradients are computed only to look, so that compression leaves them alone."""
-        self._comm.only_to_look = self._scales is not None and not self._scales.known
+        self._comm.discard_gradients = self._scales is not None and not self._scales.known
 
     def look(self) -> Look:
         """Look at the tensors of the gradients just computed, and remember their magnitudes."""

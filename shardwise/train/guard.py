@@ -105,7 +105,7 @@ def check_joined(training: Training) -> None:
 
 def _from_all(training: Training, mine: Any) -> list[Any]:
     """This value of every rank, in rank order."""
-    return training.peers.from_everyone(mine)
+    return training.peers.all_gather(mine)
 
 
 def _sums(training: Training) -> dict[int, tuple[str, int]]:

@@ -81,8 +81,8 @@ def gathered_inputs_not_summed_back(replace: Replace) -> None:
     """Backward: what other devices did with a device's tokens is lost."""
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        comm, axis, dim = ctx.where
-        return gradient.chunk(comm.mesh.size(axis), dim)[comm.mesh.coordinate(axis)], None, None, None
+        mesh, axis = ctx.comm.mesh, ctx.axis
+        return gradient.chunk(mesh.size(axis), ctx.dim)[mesh.coordinate(axis)], None, None, None
 
     replace(autograd._Gather, "backward", staticmethod(backward))
 
@@ -92,7 +92,7 @@ def gathered_inputs_summed_back_twice(replace: Replace) -> None:
     honest = autograd._Gather.backward
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return honest(ctx, gradient * ctx.where[0].mesh.size("tensor"))
+        return honest(ctx, gradient * ctx.comm.mesh.size("tensor"))
 
     replace(autograd._Gather, "backward", staticmethod(backward))
 
