@@ -110,7 +110,7 @@ def build(
     )
     for part in parallel.parts:
         for compressor in part.compressors:
-            optimizer.follow(compressor, dict(part.model.named_parameters()))
+            optimizer.register(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     talks = train.check_every > 0 or driver.talks_while_saving
     peers = Peers.create(mesh) if talks and config.checkpoint.background else checkpointer.peers

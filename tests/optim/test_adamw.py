@@ -138,7 +138,7 @@ def step_of_pieces(worker: Worker, whole: bool, dtype: torch.dtype) -> Tensor:
     weight, gradient = matrices(dtype)
     parameter = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(1)]))
     parameter.grad = distribute_tensor(gradient, device_mesh, [Replicate() if whole else Shard(1)])
-    optimizer = make_optimizer([("w", parameter)], AdamW(weight_decay=0.3), held=held)
+    optimizer = make_optimizer([("w", parameter)], AdamW(weight_decay=0.3), slices_of=held)
     for _ in range(STEPS):
         update(optimizer, LR, ONE.to(dtype), ZERO)
     return parameter.detach().full_tensor()

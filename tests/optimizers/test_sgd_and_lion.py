@@ -169,7 +169,7 @@ def step_of_pieces(worker: Worker, name: str, dtype: torch.dtype) -> Tensor:
     weight, gradient = (distribute_tensor(part, device_mesh, [Shard(1)]) for part in matrices(dtype))
     parameter = nn.Parameter(weight)
     parameter.grad = gradient
-    optimizer = make_optimizer([("w", parameter)], SETTINGS[name], held=held)
+    optimizer = make_optimizer([("w", parameter)], SETTINGS[name], slices_of=held)
     for _ in range(3):
         update(optimizer, 0.01, ONE.to(dtype), ZERO)
     return parameter.detach().full_tensor()
