@@ -31,7 +31,7 @@ from shardwise.errors import UserError
 from shardwise.mesh import open_team_store
 from shardwise.mesh.sockets import address_towards
 from shardwise.optim import local
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.resilience.channel import Credentials
 from shardwise.train.build import Training
 from shardwise.train.sources import Drawn
@@ -60,7 +60,7 @@ class Contributions:
         self._settings = server_settings(config)
         self.parameters = dict(training.parallel.named_parameters(once=True))
         dtype = next(iter(self.parameters.values())).dtype
-        slices = {name: held(parameter) for name, parameter in self.parameters.items()}
+        slices = {name: local_slices(parameter) for name, parameter in self.parameters.items()}
         self.store = GradientStore(slices, dtype, self._settings.codec)
         self.rows = config.train.global_batch // portions(config)
         work = Portions(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.parallel.float8_scales import Scales, Seen
+from shardwise.parallel.float8_scales import Observation, Scales
 from shardwise.train.build import Training
 
 
@@ -24,7 +24,7 @@ from shardwise.train.build import Training
 class Look:
     """What a step saw of its scaled tensors; the numbers are on the device."""
 
-    seen: Seen | None
+    seen: Observation | None
 
     def outgrown(self, loss: Tensor) -> Tensor:
         """Return whether the step has to be made again: a tensor outgrew its scale, and all is finite."""
@@ -60,8 +60,8 @@ class Float8Look:
         """Look at the tensors of the gradients just computed, and remember their magnitudes."""
         if self._scales is None:
             return Look(None)
-        seen = self._scales.see()
-        self._scales.remember(seen)
+        seen = self._scales.observe()
+        self._scales.record(seen)
         return Look(seen)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.errors import RunFailed
 from shardwise.optim import local
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 
@@ -116,7 +116,7 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
     sums: list[Tensor] = []
     group = f"group {training.mesh.coordinate('group')}: " if training.plan.groups > 1 else ""
     for name, parameter in training.parallel.named_parameters():
-        where = ",".join(f"{part.start}:{part.stop}" for part in held(parameter))
+        where = ",".join(f"{part.start}:{part.stop}" for part in local_slices(parameter))
         states = training.optimizer.state.get(parameter, {})
         slots = [slot for slot in training.config.optimizer.slots if slot in states]
         for suffix, tensor in {"": parameter, **{f" ({slot})": states[slot] for slot in slots}}.items():
