@@ -60,14 +60,14 @@ class SharedMemory(Generic[Key]):
         if peers.rank == 0:
             for key, tensor in local.items():
                 self.tensors[key].copy_(tensor)
-        peers.from_everyone("has opened it")  # and the values are in place
+        peers.all_gather("has opened it")  # and the values are in place
 
     def _open(self, peers: Peers, size: int) -> int:
         file = -1
         if peers.rank == 0:
             file = os.memfd_create("shardwise")
             os.ftruncate(file, size)
-        path = peers.from_rank(f"/proc/{os.getpid()}/fd/{file}", 0)
+        path = peers.broadcast(f"/proc/{os.getpid()}/fd/{file}", 0)
         if peers.rank != 0:
             file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, file)

@@ -179,7 +179,7 @@ class Checkpointer:
 
     def __init__(self, mesh: Mesh, background: bool = True) -> None:
         self.mesh, self.background = mesh, background
-        self.peers = Peers.meet(mesh)
+        self.peers = Peers.create(mesh)
         self._copies = HostCopies()
         self._outcomes: deque[Saved | SaveFailed] = deque()
         self.failed_in_a_row = 0
@@ -348,7 +348,7 @@ class Checkpointer:
             result = {"refused": str(error)}
         except Exception as error:  # storage may raise any kind
             result = {"unreadable": f"checkpoints cannot be read: {error}"}
-        everyone = self.peers.from_everyone(result)
+        everyone = self.peers.all_gather(result)
         for kind, raised in (("refused", UserError), ("unreadable", Unreadable)):
             for outcome in everyone:
                 if kind in outcome:

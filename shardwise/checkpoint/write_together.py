@@ -59,20 +59,20 @@ def write_together(
     rank 0's. `guard` runs the commit, or refuses it if the save was abandoned in the meantime.
     """
     local = held_pieces(state)
-    reports = peers.at_main([piece.to_json() for piece in local])
+    reports = peers.gather([piece.to_json() for piece in local])
     held = [] if reports is None else _pieces_of_ranks(reports)
     shares = None if reports is None else _attempt(lambda: _prepare(where, held))
-    assigned = peers.from_main(None if shares is None else _for_each_rank(shares, identity, peers.world))
+    assigned = peers.scatter(None if shares is None else _for_each_rank(shares, identity, peers.world))
     identity, indices = _value(assigned)
     file = f"rank-{peers.rank}-{identity}.data"
-    results = peers.at_main(_attempt(lambda: _write(where, file, _select(local, indices), numbers)))
+    results = peers.gather(_attempt(lambda: _write(where, file, _select(local, indices), numbers)))
     outcome = None
     if shares is not None and results is not None:
         written = list(map(_select, held, shares["value"]))
         outcome = _attempt(
             lambda: guard(lambda: _commit(where, manifest, written, results, identity)).total_bytes
         )
-    return int(_value(peers.from_rank(outcome, 0)))
+    return int(_value(peers.broadcast(outcome, 0)))
 
 
 def _pieces_of_ranks(reports: Sequence[Sequence[list[Any]]]) -> list[list[HeldPiece]]:

@@ -136,7 +136,7 @@ class HogwildRank(RankDriver):
         return training.peers.rank == 0
 
     def begin(self, training: Training) -> None:
-        training.peers.from_everyone("has weights")  # nobody changes them before that
+        training.peers.all_gather("has weights")  # nobody changes them before that
 
     def saved(self, training: Training) -> None:
-        training.peers.from_everyone("has its copy")  # nobody writes before that
+        training.peers.all_gather("has its copy")  # nobody writes before that

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 from shardwise.config.schedules import Pipeline, splits_backward
 from shardwise.plan.grid import Degrees, expert_shards
 
-SUMS_UNDER_WAY = 4
+MAX_DEFERRED_SUMS = 4
 """Units whose gradients CPU workers sum at once, behind the backward pass."""
 Flag = Any
 """A bool of a Layout; an array of them of a Space."""

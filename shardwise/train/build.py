@@ -47,7 +47,7 @@ from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
-from shardwise.parallel.placement import assign, held
+from shardwise.parallel.placement import assign, local_slices
 from shardwise.plan import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
@@ -109,14 +109,14 @@ def build(
     check_module(config, plan.layout)
     parallel = parallelise(plan, comm)
     optimizer = make_optimizer(
-        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, held
+        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, local_slices
     )
     for part in parallel.parts:
         for compressor in part.compressors:
-            optimizer.follow(compressor, dict(part.model.named_parameters()))
+            optimizer.register(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     talks = train.check_every > 0 or driver.talks_while_saving
-    peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
+    peers = Peers.create(mesh) if talks and config.checkpoint.background else checkpointer.peers
     training = Training(
         config=config,
         plan=plan,

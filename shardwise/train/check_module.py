@@ -33,8 +33,8 @@ from shardwise.models import (
 )
 from shardwise.models.user_module import accepted_arguments, name_of
 from shardwise.parallel import build_plain
-from shardwise.parallel.tables import LOOKED_UP, table_of
-from shardwise.parallel.tensor import missing_entry, unfit
+from shardwise.parallel.tables import EMBEDDINGS, table_of
+from shardwise.parallel.tensor import missing_entry, role_problem
 from shardwise.plan import ModelSpec
 from shardwise.plurals import counted
 
@@ -160,7 +160,7 @@ def _layers(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
             "of one device's rows: each layout would compute something else; use nn.LayerNorm or "
             "nn.GroupNorm, or one device"
         )
-    sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
+    sparse = [path for path, part in model.named_modules() if isinstance(part, EMBEDDINGS) and part.sparse]
     if sparse and driver_of(config).sums_gradients(layout):
         yield (
             f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
@@ -214,7 +214,7 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
                 f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated "
                 f"evenly over it"
             )
-        elif problem := unfit(role, module):
+        elif problem := role_problem(role, module):
             yield f"{path}: {problem}"
 
 

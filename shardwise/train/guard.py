@@ -21,7 +21,6 @@ from torch import Tensor
 
 from shardwise.errors import RunFailed
 from shardwise.optim import local
-from shardwise.parallel.placement import held
 from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 
@@ -110,7 +109,7 @@ def check_joined(training: Training) -> None:
 
 def _from_all(training: Training, local_value: object) -> list[Any]:
     """Return this value of every rank, in rank order."""
-    return training.peers.from_everyone(local_value)
+    return training.peers.all_gather(local_value)
 
 
 def _sums(training: Training) -> dict[int, tuple[str, int]]:

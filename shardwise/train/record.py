@@ -122,7 +122,7 @@ class StepRecorder:
 
     def made_again(self) -> None:
         """Note that the present step is repeated, because a tensor outgrew its scale."""
-        self._again += not self._training.comm.only_to_look
+        self._again += not self._training.comm.discard_gradients
 
     def record(self, numbers: Numbers, drawn: Drawn, lr: float, scale: float, skipped: bool) -> Step:
         """Return the record of the step that `training` has just reached."""

@@ -288,7 +288,7 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
     """Return the exit status of a run that stopped on all ranks after the same step, if any rank was asked to
     end it; None: the ranks form another team.
     """
-    status = max(training.peers.from_everyone(status or 0)) or None
+    status = max(training.peers.all_gather(status or 0)) or None
     reporter.stopped(status is not None)
     return status
 
@@ -346,7 +346,7 @@ def _check_same_job(training: Training) -> None:
     decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute", "bucket_bytes")]
     job = json.dumps([to_toml(training.config, as_asked=True), decided]).encode()
     mine = hashlib.sha256(job).hexdigest()
-    if training.peers.from_rank(mine, 0) != mine:
+    if training.peers.broadcast(mine, 0) != mine:
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "
             "give every node the same job file and overrides, and say layout.zero if the nodes' memory "

@@ -23,7 +23,7 @@ from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
 from shardwise.optimizers import SGD, AdamW, Lion, Optimizer
 from shardwise.optimizers.base import NORM_NUMBERS
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.plan import choose
 from shardwise.search.interval import plan_checkpoints
 from shardwise.search.search import workload_of
@@ -169,7 +169,7 @@ def step_of_pieces(worker: Worker, name: str, dtype: torch.dtype) -> Tensor:
     weight, gradient = (distribute_tensor(part, device_mesh, [Shard(1)]) for part in matrices(dtype))
     parameter = nn.Parameter(weight)
     parameter.grad = gradient
-    optimizer = make_optimizer([("w", parameter)], SETTINGS[name], held=held)
+    optimizer = make_optimizer([("w", parameter)], SETTINGS[name], slices_of=local_slices)
     for _ in range(3):
         update(optimizer, 0.01, ONE.to(dtype), ZERO)
     return parameter.detach().full_tensor()

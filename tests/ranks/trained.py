@@ -146,7 +146,9 @@ class Held:
             group._all_gather_comm for part in training.parallel.parts for group in _fsdp_groups(part.model)
         ]
         copies = [
-            nearby._kept for gather in gathers if (nearby := getattr(gather, "nearby", None)) is not None
+            secondary._shard
+            for gather in gathers
+            if (secondary := getattr(gather, "secondary", None)) is not None
         ]
         state = [
             value

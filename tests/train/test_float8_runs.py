@@ -114,7 +114,7 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
     monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
     in_each = training(corpus, model)
     assert [step.loss for step in steps(in_each)] == losses
-    assert not in_each.parallel.scales.kept
+    assert not in_each.parallel.scales.cast_once
 
 
 @pytest.mark.full  # compiles for minutes where nothing was compiled before
