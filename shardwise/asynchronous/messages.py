@@ -29,7 +29,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to `Hello`."""
+    """The answer of a server to `Hello`."""
 
     slices: dict[str, tuple[tuple[Count, Count], ...]]
     """The slice of each parameter that this server holds, as (start, stop) along each dim."""

@@ -204,7 +204,7 @@ class BoundedLog(logging.FileHandler):
 
     @property
     def file(self) -> TextIO:
-        """The open file."""
+        """The file to which the log is written."""
         assert self.stream is not None, "the constructor opens it"
         return self.stream
 

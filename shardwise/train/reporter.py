@@ -110,7 +110,7 @@ class RunReporter(Reporter):
         self.first = True
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
+        """Print a warning above the progress line."""
         self.progress.message(f"warning: {text}")
 
     def start(self, beginning: Beginning) -> None:

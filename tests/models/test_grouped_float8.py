@@ -228,7 +228,7 @@ def test_the_kernels_of_a_gpu_multiply_the_same_8_bit_numbers(counts: list[int] 
         there = (
             None
             if sorting is None
-            else Sorting(sorting.order.to(device), sorting.back.to(device), sorting.copies)
+            else Sorting(sorting.order.to(device), sorting.inverse.to(device), sorting.copies)
         )
         y = product(x, ends_of(counts).to(device), (gate, up), there)
         return [y, *torch.autograd.grad(y, (x, gate, up), gradient.to(device))]
