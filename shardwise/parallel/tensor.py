@@ -261,7 +261,7 @@ class _Regathered:
         if tensor.untyped_storage().data_ptr() != self.storage:
             return tensor
         self.users += 1
-        return tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def unpack(self, packed: Tensor | View) -> Tensor:
         if isinstance(packed, Tensor):

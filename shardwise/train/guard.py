@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.errors import RunFailed
 from shardwise.optim import local
+from shardwise.parallel.placement import local_slices
 from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 
@@ -135,7 +136,7 @@ def _labelled_slices(training: Training) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's slices of weights, optimizer states and buffers, each with its name."""
     group = f"group {training.mesh.coordinate('group')}: " if training.plan.groups > 1 else ""
     for name, parameter in training.parallel.named_parameters():
-        label = f"{group}{name}[{','.join(f'{part.start}:{part.stop}' for part in held(parameter))}]"
+        label = f"{group}{name}[{','.join(f'{part.start}:{part.stop}' for part in local_slices(parameter))}]"
         yield label, local(parameter.detach())
         states = training.optimizer.state.get(parameter, {})
         for slot in training.config.optimizer.slots:
