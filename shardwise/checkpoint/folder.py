@@ -36,7 +36,7 @@ from shardwise.config.model import Model
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, read_sealed, seal
 from shardwise.locks import take_lock
-from shardwise.plan import KeptLayout
+from shardwise.plan import SavedLayout
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -88,7 +88,7 @@ class Manifest:
     model: Table
     train: Table
     data: Annotated[Table, GetPydanticSchema(lambda _, schema_of: schema_of(_SavedData))]
-    layout: Annotated[Table, GetPydanticSchema(lambda _, schema_of: schema_of(KeptLayout))]
+    layout: Annotated[Table, GetPydanticSchema(lambda _, schema_of: schema_of(SavedLayout))]
     loss_scale: Annotated[
         Table,
         GetPydanticSchema(lambda _, schema_of: schema_of(_SavedScale)),

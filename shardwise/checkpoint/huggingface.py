@@ -49,7 +49,7 @@ from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_s
 from shardwise.config.model import Model
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.parameters import parameter_shapes
-from shardwise.config.pretrained_folder import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
+from shardwise.config.pretrained_folder import CONFIG, TOKENIZER, TOKENIZER_CONFIG, TRAINING_KEYS
 from shardwise.data import load_tokenizer
 from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
@@ -159,7 +159,7 @@ def _family_and_config(model: Model, kept: Mapping[str, bytes]) -> tuple[Family,
     if CONFIG in kept:
         config = parse_as(Table, kept[CONFIG], f"the {CONFIG} that the checkpoint keeps")
         family, described = to_model(config, CONFIG)
-        settings = {key: value for key, value in described.settings().items() if key not in OF_TRAINING}
+        settings = {key: value for key, value in described.settings().items() if key not in TRAINING_KEYS}
         if all(getattr(model, key) == value for key, value in settings.items()):
             return family, config
     return to_config(model)

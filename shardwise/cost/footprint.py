@@ -28,7 +28,7 @@ import numpy as np
 
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.model import Model
-from shardwise.config.schedules import of_schedule
+from shardwise.config.schedules import schedule_value
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, kept_weights
@@ -130,8 +130,8 @@ def in_flight(space: Space) -> tuple[Array, Array]:
     """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at
     once."""
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
-    first = of_schedule(space.schedule, lambda facts: facts.held_by_first(m, p, v))
-    last = of_schedule(space.schedule, lambda facts: facts.held_by_last(m, p, v))
+    first = schedule_value(space.schedule, lambda facts: facts.held_by_first(m, p, v))
+    last = schedule_value(space.schedule, lambda facts: facts.held_by_last(m, p, v))
     alone = p == 1
     return np.where(alone, 1.0, np.minimum(m, first)), np.where(alone, 1.0, np.minimum(m, last))
 
