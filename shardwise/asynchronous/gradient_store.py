@@ -67,9 +67,8 @@ class GradientStore:
     @property
     def pushed_bytes(self) -> int:
         """Bytes of a gradient as it is sent."""
-        if self._codec is None:
-            return self.numbers * self.dtype.itemsize
-        return self._codec.wire_bytes(self.numbers)
+        plain: int = self.numbers * self.dtype.itemsize
+        return plain if self._codec is None else self._codec.wire_bytes(self.numbers)
 
     def read(self, wire: Wire, portion: int) -> Tensor:
         """Return the gradient of a portion, which follows the message that was just received."""
