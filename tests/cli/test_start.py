@@ -270,7 +270,7 @@ def test_a_first_node_that_cannot_begin_leaves_the_reason_for_the_others(
     config = read(JOB, [f"run.folder={tmp_path / 'run'}", "layout.data=2"])
     with pytest.raises(UserError, match=r"the name n1\.invalid, .*, cannot be resolved"):
         command._start(config, node, None, (None, None))
-    sign = FirstNodeFile(tmp_path / "run", "slurm-1-0").heard()
+    sign = FirstNodeFile(tmp_path / "run", "slurm-1-0").status_of_this_run()
     assert sign is not None
     assert "the name n1.invalid" in sign.ended
     assert sign.status == 2

@@ -253,8 +253,8 @@ def test_a_late_word_of_an_earlier_team_says_nothing_about_the_present_one(
     worker = WorkerProcess(
         0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", generation, step=8, phase="step"
     )
-    host._hear(worker, Progress("step", 9))
-    host._hear(worker, Done(0))
+    host._receive(worker, Progress("step", 9))
+    host._receive(worker, Done(0))
     report = host._report()
     assert (report.generation, report.step, report.done) == (2, step, status)
 
@@ -474,7 +474,7 @@ def test_a_host_that_does_not_lead_offers_a_slot_once_a_worker_has_come_up_in_it
     host.leader = None
     assert host._report().slots == ()
     worker = WorkerProcess(1, multiprocessing.Process(), multiprocessing.Pipe()[0])
-    host._hear(worker, Waiting())
+    host._receive(worker, Waiting())
     assert host._report().slots == (1,)
     worker.state = "starting"  # its successor
     assert host._report().slots == (1,)

@@ -110,7 +110,7 @@ def break_off_last_exchange(worker: Worker) -> None:
     last = KEPT[0]._exchanges[-1]
     assert last.thread is not None
     last.thread.join()
-    last.theirs.content[len(last.theirs.content) // 2 :] = 0
+    last.remote.content[len(last.remote.content) // 2 :] = 0
     last.complete = False
 
 
