@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +57,10 @@ class Recomputed(Replacement):
 
     recompute_mode: str
     """One of the modes above that recompute something."""
-    recompute_options: dict[str, object]
-    """Options of torch's checkpoint."""
+    recompute_options: dict[str, Any]
+    """Keyword arguments of torch's `checkpoint`."""
 
-    def forward(self, *inputs: object, **named: object) -> Tensor:
+    def forward(self, *inputs: object, **named: Any) -> Tensor:
         """Run the module's forward, and save fewer activations."""
         output: Tensor = checkpoint(super().forward, *inputs, **self.recompute_options, **named)
         return output
