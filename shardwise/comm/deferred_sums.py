@@ -53,6 +53,5 @@ class DeferredUnitSum:
     """How the sums of one FSDP2 unit are deferred."""
 
     sums: DeferredSums
-    """Sums of all units."""
     use: Callable[[Tensor], None]
     """Function that adds a finished sum to the unit's gradients."""

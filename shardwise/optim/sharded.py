@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Compressor, Momentum
@@ -94,7 +93,7 @@ def make_optimizer(
 def _groups(names: Mapping[nn.Parameter, str], decay: float, embeddings: Collection[str]) -> list[Group]:
     """Return the trained parameters by decay and mesh, those with decay first: kernels take tensors of one
     mesh."""
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
     for parameter, name in names.items():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -58,9 +58,9 @@ class Recomputed(Replacement):
     recompute_mode: str
     """One of the modes above that recompute something."""
     recompute_options: dict[str, Any]
-    """Options of torch's checkpoint."""
+    """Keyword arguments of torch's `checkpoint`."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+    def forward(self, *inputs: object, **named: Any) -> Tensor:
         """Run the module's forward, and save fewer activations."""
         output: Tensor = checkpoint(super().forward, *inputs, **self.recompute_options, **named)
         return output

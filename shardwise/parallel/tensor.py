@@ -244,7 +244,7 @@ class Regathered(Gathered):
         return "sequence gathered before, and again in backward"
 
 
-View = tuple[torch.Size, tuple[int, ...], int]
+View = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Size, stride and storage offset of a view of the gathered tensor."""
 
 
