@@ -55,6 +55,8 @@ _NOT_REGULAR = "it is not a regular file"
 _SEAL = b',\n "crc32": '
 
 T = TypeVar("T")
+Json = dict[str, object]
+"""A JSON object or a TOML table whose values are not checked yet."""
 
 
 def read_bytes(path: Path, advice: str = "") -> bytes:

@@ -36,7 +36,7 @@ from shardwise.config.model import Model
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, read_sealed, seal
 from shardwise.locks import take_lock
-from shardwise.plan import KeptLayout
+from shardwise.plan import SavedLayout
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -86,7 +86,7 @@ class Manifest:
     model: dict[str, Any]
     train: dict[str, Any]
     data: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SavedData))]
-    layout: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(KeptLayout))]
+    layout: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(SavedLayout))]
     loss_scale: Annotated[
         dict[str, Any],
         GetPydanticSchema(lambda _, schema_of: schema_of(_SavedScale)),

@@ -49,7 +49,7 @@ from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_s
 from shardwise.config.model import Model
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.parameters import parameter_shapes
-from shardwise.config.pretrained_folder import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
+from shardwise.config.pretrained_folder import CONFIG, TOKENIZER, TOKENIZER_CONFIG, TRAINING_KEYS
 from shardwise.data import load_tokenizer
 from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
@@ -162,7 +162,7 @@ def _described(model: Model, kept: Mapping[str, bytes]) -> tuple[Family, dict[st
         if all(
             getattr(model, key) == value
             for key, value in described.settings().items()
-            if key not in OF_TRAINING
+            if key not in TRAINING_KEYS
         ):
             return family, config
     return to_config(model)

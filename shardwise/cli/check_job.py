@@ -83,11 +83,11 @@ def weights_problems(sections: Sections) -> Iterator[str]:
     checkpoint no longer needs these files."""
     from shardwise.checkpoint import to_resume
     from shardwise.checkpoint.pretrained import open_folder
-    from shardwise.config import Model, whole
+    from shardwise.config import Model, complete_config
     from shardwise.errors import RunFailed, UserError
     from shardwise.train.resume import resume_of
 
-    model, config = sections.get("model"), whole(sections)
+    model, config = sections.get("model"), complete_config(sections)
     if not isinstance(model, Model) or model.pretrained is None:
         return
     with suppress(UserError):  # `_resume` reports what is wrong with it
@@ -127,10 +127,10 @@ def _resume(sections: Sections) -> Iterator[str]:
     Whether the run's own checkpoints fit the job is checked once the job has no other mistake.
     """
     from shardwise.checkpoint import to_resume
-    from shardwise.config import whole
+    from shardwise.config import complete_config
     from shardwise.train.resume import resume_of
 
-    if (config := whole(sections)) and config.checkpoint.resume not in ("auto", "never"):
+    if (config := complete_config(sections)) and config.checkpoint.resume not in ("auto", "never"):
         to_resume(resume_of(config))
     yield from ()
 
@@ -167,13 +167,13 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
     """Check that the layout is possible on this number of devices and fits in their memory; for a layout that
     is searched for, that there is any."""
-    from shardwise.config import layout_is_possible, whole
+    from shardwise.config import complete_config, layout_is_possible
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
     from shardwise.train.planner import left_to_the_planner
 
-    if (config := whole(sections)) is None or config.layout.data == 0:
+    if (config := complete_config(sections)) is None or config.layout.data == 0:
         return
     crew = crew_of(config)
     if not layout_is_possible(config.model, config.data, config.train, config.layout):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
-    from shardwise.config.other_names import OurKey
+    from shardwise.config.other_names import JobKey
 
 
 class JobCommand(TyperCommand):
@@ -41,7 +41,7 @@ def _mistaken(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
         yield _advice(argument, ours, arguments[index + 1] if index + 1 < end else "")
 
 
-def _advice(argument: str, ours: OurKey, following: str) -> str:
+def _advice(argument: str, ours: JobKey, following: str) -> str:
     """Return what to write instead of an option. Its value may be the argument that follows it."""
     _, equals, value = argument.partition("=")
     if not equals and not ours.value and not following.startswith("--") and "=" not in following:
@@ -50,14 +50,14 @@ def _advice(argument: str, ours: OurKey, following: str) -> str:
     return f"{argument}: not an option; {write}"
 
 
-def _key_of(option: str) -> OurKey | None:
+def _key_of(option: str) -> JobKey | None:
     """Return the key of a job that an option means, by its name or as --section.key."""
-    from shardwise.config.other_names import OurKey, our_key
+    from shardwise.config.other_names import JobKey, job_key
     from shardwise.config.schema import SECTIONS, keys_of
 
     section, dot, key = option.removeprefix("--").partition(".")
     if not dot:
-        return our_key(section)
+        return job_key(section)
     if section not in SECTIONS:
         return None
-    return OurKey(f"{section}.{key}") if key in keys_of(section) else our_key(key, section)
+    return JobKey(f"{section}.{key}") if key in keys_of(section) else job_key(key, section)

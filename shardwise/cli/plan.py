@@ -161,10 +161,10 @@ def _problems_of_numbers(numbers: Mapping[str, float | None]) -> Iterator[str]:
 
 
 def _problems_of_cluster(sections: Sections) -> Iterator[str]:
-    from shardwise.config import whole
+    from shardwise.config import complete_config
     from shardwise.cost.clusters import asked_for
 
-    if config := whole(sections):
+    if config := complete_config(sections):
         asked_for(config.cluster)
     yield from ()
 

@@ -39,10 +39,10 @@ def _point(point: ScalingPoint) -> dict[str, Any]:
 
 def problems_of_counts(text: str) -> Iterator[str]:
     """Yield what is wrong with the device counts that were typed."""
-    from shardwise.config.layout import MOST_DEVICES
+    from shardwise.config.layout import MAX_DEVICES
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and 1 <= int(part) <= MOST_DEVICES for part in parts):
+    if not parts or not all(part.isdecimal() and 1 <= int(part) <= MAX_DEVICES for part in parts):
         yield f"--scale {text}: give device counts with commas between them, for example 8,16,32"
 
 

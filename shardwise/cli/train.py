@@ -16,7 +16,7 @@ from shardwise.resilience.stopping import Stopped
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.config.parameters import OwnParameters
+    from shardwise.config.parameters import ModuleParameters
     from shardwise.data import Dataset
     from shardwise.drivers.driver import Crew
     from shardwise.mesh import Node, Worker
@@ -305,7 +305,7 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
     return total // nodes if total else None
 
 
-def _parameters(config: Config) -> OwnParameters | None:
+def _parameters(config: Config) -> ModuleParameters | None:
     """Return the parameters of a user's own module.
 
     Only such a job needs torch before the workers start.

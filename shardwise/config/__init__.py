@@ -1,4 +1,4 @@
-"""What the user asks for: typed, validated, TOML and overrides. No torch."""
+"""The job file: typed tables, read from TOML and overrides, and validated. Nothing here imports torch."""
 
 from shardwise.config.axes import AXES, MODEL_AXES, RANK_AXES, TOKEN_AXES
 from shardwise.config.check import (
@@ -10,24 +10,32 @@ from shardwise.config.dtype_names import Precision
 from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import (
     BY_OPERATOR,
-    borrowed,
+    borrowed_devices,
     can_borrow,
     context_attention,
     sequence_multiple,
-    with_nearby_that_divides,
+    with_dividing_backward_shards,
 )
 from shardwise.config.layouts import (
     fewest_devices,
     layout_is_possible,
-    nearest_layout,
-    nearest_to,
+    nearest_layout_settings,
+    nearest_possible_layout,
     problems_of_layout,
     workers_without_gpus,
 )
 from shardwise.config.machine import ClusterSection, Device, Recompute
 from shardwise.config.model import Model
 from shardwise.config.presets import PRESETS
-from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
+from shardwise.config.read import (
+    Check,
+    Origins,
+    Sections,
+    complete_config,
+    from_tables,
+    read,
+    read_with_origins,
+)
 from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
 from shardwise.config.schema import Checkpoint, Config, Data, Observe, Recovery, Run, Source, Train
 from shardwise.config.write_job import to_toml
@@ -57,16 +65,17 @@ __all__ = [
     "Sections",
     "Source",
     "Train",
-    "borrowed",
+    "borrowed_devices",
     "can_borrow",
+    "complete_config",
     "context_attention",
     "divisors",
     "fewest_devices",
     "from_tables",
     "layout_is_possible",
     "least_zero",
-    "nearest_layout",
-    "nearest_to",
+    "nearest_layout_settings",
+    "nearest_possible_layout",
     "problems_of_compression",
     "problems_of_layout",
     "read",
@@ -75,7 +84,6 @@ __all__ = [
     "splits_backward",
     "stages_per_rank",
     "to_toml",
-    "whole",
-    "with_nearby_that_divides",
+    "with_dividing_backward_shards",
     "workers_without_gpus",
 ]

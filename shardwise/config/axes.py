@@ -1,6 +1,6 @@
-"""The axes of the device mesh, and the groups of them that several rooms ask for.
+"""The axes of the device mesh, and groups of axes that several packages use.
 
-Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the devices that talk most are
+Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that devices that communicate much are
 neighbours. `expert` adds no devices: it borrows them from the axes inside it (config/layout_rules.py).
 """
 
@@ -11,6 +11,6 @@ RANK_AXES = ("pipeline", "replica", "data", "context", "tensor")
 AXES = (*RANK_AXES, "expert")
 """Every axis that a layout can name."""
 MODEL_AXES = ("pipeline", "context", "tensor", "expert")
-"""Axes along which the devices work on one copy of the model. `replica` and `data` copy it, or its work."""
+"""Axes along which devices share one copy of the model; along the others they read different data."""
 TOKEN_AXES = ("replica", "data", "context", "tensor")
 """Axes along which the devices of one stage route different tokens to the experts."""

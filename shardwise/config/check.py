@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from shardwise.codecs import parse_codec, weight_codecs
+from shardwise.codecs import Codec, parse_codec, weight_codecs
 from shardwise.config import no_effect
 from shardwise.config.compression import AUTO, SumCompression
 from shardwise.config.layout import Layout
@@ -22,35 +22,34 @@ from shardwise.drivers.registry import DRIVERS, driver_named
 from shardwise.optimizers import Optimizer
 from shardwise.section import Section
 
-MOST_WEIGHTS = 10**15
 T = TypeVar("T")
-
-
+MAX_WEIGHTS = 10**15
+"""Largest number of weights that a model may have."""
 MODEL_SOURCES = ("preset", "module", "pretrained")
-"""Keys of [model] that each say where the whole model comes from."""
+"""Keys of [model] that each name where the whole model comes from."""
 
 
 def problems_across(sections: Mapping[str, Section]) -> list[str]:
-    """Every broken rule among the tables that are given.
+    """Return a message for every broken rule.
 
-    A rule names the tables that it needs as its parameters, and is left out where one of them is not there.
+    The parameters of a rule are the tables that it needs. A rule is skipped if one of them is missing.
     """
     problems: list[str] = []
     for rule in (*RULES, *_rules_of_driver(sections)):
         needed = [sections.get(name) for name in signature(rule).parameters]
         if None not in needed:
-            problems += found_by(rule, *needed)
-    return problems + list(found_by(_unused_tables, sections))
+            problems += run_check(rule, *needed)
+    return problems + list(run_check(_unused_tables, sections))
 
 
 def _rules_of_driver(sections: Mapping[str, Section]) -> tuple[Callable[..., Iterator[str]], ...]:
-    """The rules of the driver that the job asks for; none where that name is wrong."""
+    """Return the rules of the job's driver; none if the driver's name is wrong."""
     train = sections.get("train")
     return driver_named(train.driver).rules if isinstance(train, Train) and "driver" in train.__dict__ else ()
 
 
 def _unused_tables(sections: Mapping[str, Section]) -> Iterator[str]:
-    """Settings of drivers that the job does not ask for."""
+    """Refuse settings of drivers that the job does not use."""
     train = sections.get("train")
     if not isinstance(train, Train):
         return
@@ -59,11 +58,10 @@ def _unused_tables(sections: Mapping[str, Section]) -> Iterator[str]:
         yield from no_effect.settings_of_driver(name, sections[name])
 
 
-def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
-    """The problems that a check finds, up to where it reads a value that its table lacks (`Section.without`).
+def run_check(check: Callable[..., Iterable[T]], *arguments: object) -> Iterator[T]:
+    """Yield what a check finds, up to where it reads a value that its table lacks (`Section.without`).
 
-    Such a value is itself wrong and already reported; what else the check would find depends on what it is
-    set to.
+    Such a value is wrong and already reported. The rest of the check depends on its correction.
     """
     try:
         yield from check(*arguments)
@@ -72,10 +70,10 @@ def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
             raise
 
 
-def sources_of_model(model: Mapping[str, Any]) -> list[str]:
-    """The keys given that say where the model comes from, if a folder is one of them; empty otherwise.
+def sources_of_model(model: Mapping[str, object]) -> list[str]:
+    """Return the keys that name a source of the model if `pretrained` is one of them, else an empty list.
 
-    A folder must be the only one. A module may have a preset beside it.
+    `pretrained` must be the only source. A module may have a preset beside it.
     """
     given = [key for key in MODEL_SOURCES if model.get(key) is not None]
     return given if "pretrained" in given else []
@@ -85,8 +83,8 @@ def _keep_one(*keys: str) -> str:
     *others, last = keys
     every, ways = "both" if len(keys) == 2 else "all", " or ".join(f"{key}=" for key in keys)
     return (
-        f"{', '.join(others)} and {last} are {every} given; keep one: on the command line, {ways} leaves "
-        f"it out"
+        f"{', '.join(others)} and {last} are {every} given; keep one: on the command line, {ways} leaves it "
+        "out"
     )
 
 
@@ -104,8 +102,7 @@ def _float8_module(model: Model, train: Train) -> Iterator[str]:
     if model.module is not None and train.precision == "float8":
         yield (
             "train.precision = 'float8': is for the transformer of [model], whose products are known; use "
-            "'bfloat16' where "
-            "model.module is given"
+            "'bfloat16' where model.module is given"
         )
 
 
@@ -115,8 +112,7 @@ def _float8_on_the_wire(train: Train, layout: Layout, optimizer: Optimizer) -> I
     if layout.weight_compression:
         yield (
             f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' "
-            f"weights are gathered in "
-            "8 bits already; leave it out"
+            "weights are gathered in 8 bits already; leave it out"
         )
     sums, momentum = SumCompression.of(layout), optimizer.summed_momentum is not None
     asked = "optimizer.name" if momentum else "layout.compression"
@@ -124,16 +120,16 @@ def _float8_on_the_wire(train: Train, layout: Layout, optimizer: Optimizer) -> I
     if train.float8_scaling == "delayed" and (feedback or momentum):
         yield (
             f"{asked}: what a compressed sum leaves out comes later, but with train.float8_scaling = "
-            f"'delayed' a step may be "
-            "made again, and that part of it would count twice; set train.float8_scaling = 'dynamic'"
+            "'delayed' a step may be made again, and that part of it would count twice; set "
+            "train.float8_scaling = 'dynamic'"
         )
 
 
 def _heads(model: Model) -> Iterator[str]:
     if model.heads % model.kv_heads:
         yield (
-            f"model.kv_heads = {model.kv_heads}: does not divide model.heads = {model.heads}; "
-            f"use one of {', '.join(map(str, divisors(model.heads)))}"
+            f"model.kv_heads = {model.kv_heads}: does not divide model.heads = {model.heads}; use one of "
+            f"{', '.join(map(str, divisors(model.heads)))}"
         )
 
 
@@ -143,10 +139,10 @@ def _head_dim(model: Model) -> Iterator[str]:
 
 
 def _size(model: Model) -> Iterator[str]:
-    if (weights := count(model)) > MOST_WEIGHTS:
+    if (weights := count(model)) > MAX_WEIGHTS:
         yield (
-            f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less "
-            f"of another size"
+            f"model: {weights:.1e} weights, of at most {MAX_WEIGHTS:.0e}; give fewer model.layers, or less "
+            "of another size"
         )
 
 
@@ -163,10 +159,9 @@ def _mixture(model: Model) -> Iterator[str]:
     if model.experts_per_token == 1 and model.normalise_routing:
         yield (
             "model.experts_per_token = 1 with model.normalise_routing = true: the weight of a token's only "
-            "expert is always 1, "
-            "so the router learns nothing from the loss; use model.normalise_routing = false (as Switch "
-            "does, and Llama 4 with "
-            "model.router = 'sigmoid'), or model.experts_per_token = 2"
+            "expert is always 1, so the router learns nothing from the loss; use model.normalise_routing = "
+            "false (as Switch does, and Llama 4 with model.router = 'sigmoid'), or model.experts_per_token = "
+            "2"
         )
     if model.activation != "swiglu":
         yield (
@@ -187,7 +182,7 @@ def _recompute(train: Train) -> Iterator[str]:
     if isinstance(train.recompute, float) and not 0 <= train.recompute <= 1:
         yield (
             f"train.recompute = {train.recompute}: a memory budget lies between 0 (recompute all) and 1 "
-            f"(keep all)"
+            "(keep all)"
         )
 
 
@@ -198,17 +193,17 @@ def _state_dtype(train: Train) -> Iterator[str]:
         )
     if train.precision != "float64" and train.state_dtype == "float64":
         yield (
-            f"train.state_dtype = 'float64': only with train.precision = 'float64' (given "
+            "train.state_dtype = 'float64': only with train.precision = 'float64' (given "
             f"{train.precision!r})"
         )
     if train.precision in ("float32", "float16") and train.state_dtype == "bfloat16":
         yield (
-            f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given "
+            "train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given "
             f"{train.precision!r})"
         )
 
 
-def _open_data(layout: Layout) -> Iterator[str]:
+def _data_degree(layout: Layout) -> Iterator[str]:
     if layout.data == 0:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
 
@@ -218,7 +213,7 @@ def _offload(layout: Layout) -> Iterator[str]:
         yield "layout.offload = true: only sharded states can be offloaded; use layout.zero = 1, 2 or 3"
 
 
-def _gathers(layout: Layout) -> Iterator[str]:
+def _weight_gathers(layout: Layout) -> Iterator[str]:
     if layout.weight_compression is not None:
         if layout.zero == 0:
             yield (
@@ -236,18 +231,21 @@ def _gathers(layout: Layout) -> Iterator[str]:
 
 
 def least_zero(layout: Layout) -> int:
-    """The lowest stage that gathers weights as the layout asks for it."""
+    """Return the lowest ZeRO stage that gathers weights as the layout asks."""
     return 3 if layout.backward_shards is not None else 1 if layout.weight_compression is not None else 0
 
 
 def problems_of_compression(layout: Layout) -> Iterator[str]:
-    """What keeps this layout from being compressed as it says."""
+    """Yield what is wrong with the settings that compress gradients."""
     if layout.compression == AUTO:
         return
     if layout.compression is None:
         yield from no_effect.compression_settings(layout)
         return
-    codec = parse_codec(layout.compression)
+    yield from _problems_of_codec(layout, parse_codec(layout.compression))
+
+
+def _problems_of_codec(layout: Layout, codec: Codec) -> Iterator[str]:
     if layout.compression_axes == "replica" and layout.replica == 1:
         yield (
             "layout.compression_axes = 'replica': there is one replica; give layout.replica, or compress "
@@ -256,20 +254,17 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
     elif layout.compression_axes == "replica" and layout.zero == 0:
         yield (
             "layout.compression_axes = 'replica': with layout.zero = 0 all copies are summed at once; use "
-            "layout.zero = 1, 2 or "
-            "3, or compress over 'all' axes"
+            "layout.zero = 1, 2 or 3, or compress over 'all' axes"
         )
     if layout.error_feedback and not codec.shrinks_errors:
         yield (
-            f"layout.error_feedback = true: {codec}'s errors are larger than the gradient, so what is "
-            f"left out would grow "
-            "without end; leave it out: they average out over steps"
+            f"layout.error_feedback = true: {codec}'s errors are larger than the gradient, so what is left "
+            "out would grow without end; leave it out: they average out over steps"
         )
     if codec.whole_matrices and layout.tensor * layout.expert > 1:
         yield (
             f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = "
-            f"{layout.tensor}, "
-            f"layout.expert = {layout.expert} split them; use another codec, 'int8' say"
+            f"{layout.tensor}, layout.expert = {layout.expert} split them; use another codec, 'int8' say"
         )
 
 
@@ -279,25 +274,23 @@ def _optimizer(optimizer: Optimizer, train: Train, layout: Layout) -> Iterator[s
 
 def _positions(model: Model, data: Data) -> Iterator[str]:
     if data.sequence_length > model.max_positions:
-        or_raise = (
-            "" if model.pretrained else " or raise model.max_positions"
-        )  # a model from elsewhere is as it is
+        # The positions of a pretrained model cannot be changed.
+        or_raise = "" if model.pretrained else " or raise model.max_positions"
         yield (
             f"data.sequence_length = {data.sequence_length}: longer than model.max_positions = "
-            f"{model.max_positions}; "
-            f"shorten the sequence{or_raise}"
+            f"{model.max_positions}; shorten the sequence{or_raise}"
         )
 
 
 def nearest_multiples(number: int, factor: int, most: int | None = None) -> str:
-    """The multiples of a factor around a number, in words; `most` is the largest that is allowed."""
+    """Return the multiples of `factor` next to `number` in words; `most` is the largest allowed value."""
     below = number // factor * factor
     around = [value for value in (below, below + factor) if value and (most is None or value <= most)]
     return " or ".join(map(str, around or [factor]))
 
 
 def divisors(number: int) -> list[int]:
-    """Every divisor, ascending."""
+    """Return all divisors of a number in ascending order."""
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return sorted({*small, *(number // value for value in small)})
 
@@ -313,14 +306,14 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _recompute,
     _state_dtype,
     no_effect.float8_settings,
-    _open_data,
+    _data_degree,
     _offload,
     problems_of_compression,
-    _gathers,
+    _weight_gathers,
     _optimizer,
     _one_cluster,
     _positions,
     _float8_on_the_wire,
     _float8_module,
 )
-"""Small, so that a wrong value ends few of them (`found_by`)."""
+"""Rules between fields and tables. They are small, so that one wrong value ends few of them (`run_check`)."""

@@ -1,4 +1,4 @@
-"""What a layout says of compression: which codec sums of gradients have, and how weights are gathered.
+"""How a layout compresses communication: the codec of gradient sums, and how weights are gathered.
 
 The codecs themselves, their bytes and their costs are in shardwise/codecs, one file each.
 """
@@ -13,43 +13,54 @@ from typing import Literal, Protocol
 from shardwise.codecs import Codec, RowCodec, parse_codec, parse_row_codec
 
 AUTO = "auto"
-"""In place of a codec: the planner may choose one, or none."""
+"""Value in place of a codec: the planner chooses one, or none."""
 SETTINGS = ("compression", "compression_axes", "compression_warmup", "error_feedback")
-"""The settings of a layout that say how gradients are compressed."""
-SMALLEST = 4096
-"""Numbers of a matrix from which it is compressed."""
+"""Settings of a layout that decide how gradients are compressed."""
+SMALLEST_COMPRESSED = 4096
+"""Smallest number of elements of a matrix that is compressed."""
 
 
-class Asked(Protocol):
-    """What a layout says of compression."""
+class CompressionSettings(Protocol):
+    """The settings of a layout that compress communication; config/layout.py describes them."""
 
     @property
-    def compression(self) -> str | None: ...
+    def compression(self) -> str | None:
+        """Codec of gradient sums, "auto", or None."""
+
     @property
-    def compression_axes(self) -> Literal["all", "replica"]: ...
+    def compression_axes(self) -> Literal["all", "replica"]:
+        """Axes whose gradient sums are compressed."""
+
     @property
-    def compression_warmup(self) -> int: ...
+    def compression_warmup(self) -> int:
+        """Number of steps before compression begins."""
+
     @property
-    def error_feedback(self) -> bool | None: ...
+    def error_feedback(self) -> bool | None:
+        """Whether the error is added to the next gradient; None: the codec decides."""
+
     @property
-    def weight_compression(self) -> str | None: ...
+    def weight_compression(self) -> str | None:
+        """Codec of gathered weights, or None."""
+
     @property
-    def backward_shards(self) -> int | None: ...
+    def backward_shards(self) -> int | None:
+        """Number of neighbours that share a copy of the weights for backward, or None."""
 
 
 @dataclass(frozen=True)
 class SumCompression:
-    """How a job's sums of gradients are compressed."""
+    """How a job compresses its gradient sums."""
 
     codec: Codec
     axes: Literal["all", "replica"]
     warmup: int
     feedback: bool
-    """Whether what is left out is added to the next gradient."""
+    """Whether the compression error is added to the next gradient."""
 
     @classmethod
-    def of(cls, layout: Asked) -> SumCompression | None:
-        """As the layout says; None: nothing is compressed, or nothing is chosen yet."""
+    def of(cls, layout: CompressionSettings) -> SumCompression | None:
+        """Return the layout's compression of sums; None if there is none, or none is chosen yet."""
         if layout.compression is None or layout.compression == AUTO:
             return None
         codec = parse_codec(layout.compression)
@@ -63,17 +74,16 @@ class SumCompression:
 
 @dataclass(frozen=True)
 class WeightGathers:
-    """How a job's sharded weights are gathered, where not plainly (comm/weight_gathers.py)."""
+    """How a job gathers its sharded weights, if not uncompressed (comm/weight_gathers.py)."""
 
     codec: RowCodec | None
-    """None: as they are."""
+    """Codec of the gathered weights; None: they are sent uncompressed."""
     backward_shards: int | None
-    """Neighbours that keep a copy of all weights among them from forward to backward; None: there is no
-    copy."""
+    """Number of neighbours that share a copy of all weights from forward to backward; None: no copy."""
 
     @classmethod
-    def of(cls, layout: Asked) -> WeightGathers | None:
-        """As the layout says; None: plainly."""
+    def of(cls, layout: CompressionSettings) -> WeightGathers | None:
+        """Return the layout's settings of gathers; None if weights are gathered in the usual way."""
         if layout.weight_compression is None and layout.backward_shards is None:
             return None
         codec = None if layout.weight_compression is None else parse_row_codec(layout.weight_compression)
@@ -81,6 +91,8 @@ class WeightGathers:
 
 
 def is_compressed(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape is: matrices are, unless they are small. Vectors weigh little and
-    matter much."""
-    return len(shape) >= 2 and prod(shape) >= SMALLEST
+    """Whether gradients of a parameter of this shape are compressed: those of all but small matrices are.
+
+    Vectors have few elements, and errors in them matter much.
+    """
+    return len(shape) >= 2 and prod(shape) >= SMALLEST_COMPRESSED

@@ -1,7 +1,7 @@
 """Names of dtypes, as jobs, plans, cluster files and codecs write them, and their sizes.
 
 The names are torch's where torch has one dtype of that size; `float8` and `float4` are formats of products.
-Which number of a run has which dtype is decided in plan/dtypes.py.
+plan/dtypes.py decides which tensor of a run has which dtype.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Dtypes that weights, states and activations may have, and the bytes of one number."""
+"""Bytes of one element of each dtype that weights, states and activations may have."""
 Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
-"""Precisions that a job may train in (`train.precision`)."""
+"""Values that `train.precision` may have."""
 PeakPrecision = Literal[Precision, "float4"]
-"""Precisions in which a device has a peak (`device.peak` of a cluster file)."""
+"""Precisions for which a cluster file may give a peak speed (`device.peak`)."""

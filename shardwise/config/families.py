@@ -1,11 +1,10 @@
-"""Hugging Face's model families as tables of settings: our keys of `[model]`, and the keys of config.json
-that mean the same.
+"""Hugging Face's model families as tables: keys of `[model]`, and the keys of config.json that mean the same.
 
-Hugging Face has a class for each family, we have one transformer with a few choices, so a family is
+Hugging Face has a class for each family, and shardwise has one transformer with a few choices. A family is
 
-- `fields`: our keys and theirs of the same value;
-- `fixed` and `demands`: the choices that make the family, in our words and in theirs;
-- `tensors`: the names of the tensors in its folders, and ours with the same numbers.
+- `fields`: keys of ours and of config.json that have the same value;
+- `fixed` and `demands`: the choices that define the family, in our keys and in those of config.json;
+- `tensors`: the names of the tensors in its folders, and our names of the same tensors.
 
 Nothing here needs torch, because a job is read without it.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardwise.config.family_tensors import (
     GEMMA2_TENSORS,
@@ -24,47 +22,52 @@ from shardwise.config.family_tensors import (
     QWEN3_MOE_TENSORS,
     FamilyTensors,
 )
+from shardwise.files import Json
 
 
 @dataclass(frozen=True)
 class Family:
-    """One class of the transformers library."""
+    """One class of models in the transformers library."""
 
     model_type: str
     architecture: str
     fields: Mapping[str, tuple[str, ...]]
-    """Our key, and their keys of the same value: every one is written, any one is read."""
-    fixed: Mapping[str, Any]
-    """Our keys that have this value in every model of the family."""
-    demands: Mapping[str, tuple[Any, ...]]
-    """Their keys and the values that we can take; the first is written, and is what a missing key means."""
-    defaults: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
-    """Our keys whose value follows from the rest of config.json when it is not given."""
+    """For each key of ours, the keys of config.json with the same value. All are written; any one is read."""
+    fixed: Mapping[str, object]
+    """Keys of ours that have the same value in every model of the family."""
+    demands: Mapping[str, tuple[object, ...]]
+    """For keys of config.json, the values that we support. The first is written, and is the default."""
+    defaults: Mapping[str, Callable[[Json], object]] = field(default_factory=dict)
+    """For keys of ours that may be missing, functions of config.json that return the value."""
     caps: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """Our keys that may be None, theirs, and what a missing one means."""
-    layer_types: Callable[[dict[str, Any], int], list[str]] | None = None
-    """Which of so many layers have a sliding window, where config.json does not list them; None: none may
-    have one."""
+    """For keys of ours that may be None, the key of config.json and its default."""
+    layer_types: Callable[[Json, int], list[str]] | None = None
+    """Returns the attention type of each layer if config.json does not list them, from config.json and the
+    number of layers. None: no layer may have a sliding window."""
     rope_theta: float = 10000.0
-    """What a missing one means."""
+    """Default of `rope_theta` in config.json."""
     tensors: FamilyTensors = LLAMA_TENSORS
 
 
-def _without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def _without(table: Json, *keys: str) -> Json:
     return {key: value for key, value in table.items() if key not in keys}
 
 
 WINDOW = 4096
-"""What a missing `sliding_window` means."""
+"""Default of `sliding_window` in config.json."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-_NO_EXPERTS = {"experts": 0, "experts_per_token": 0, "shared_experts": 0, "balance_loss": 0.0,
-"balance_bias": 0.0,
-               "router_z_loss": 0.0}  # fmt: skip
+_NO_EXPERTS = {
+    **dict.fromkeys(("experts", "experts_per_token", "shared_experts"), 0),
+    **dict.fromkeys(("balance_loss", "balance_bias", "router_z_loss"), 0.0),
+}
 _SILU = {"hidden_act": ("silu", "swish")}
-_PLAIN = {"module": None, "window": None, "window_layers": "all", "query_scalar": None,
-"attention_softcap": None,
-          "logit_softcap": None, "post_norms": False, "scaled_embedding": False}  # fmt: skip
-_ROTARY = {**_PLAIN, "norm": "rms", "positions": "rotary", "activation": "swiglu"}
+_PLAIN: Json = {
+    **dict.fromkeys(("module", "window", "query_scalar", "attention_softcap", "logit_softcap")),
+    "window_layers": "all",
+    "post_norms": False,
+    "scaled_embedding": False,
+}
+_ROTARY: Json = {**_PLAIN, "norm": "rms", "positions": "rotary", "activation": "swiglu"}
 _MIXTURE = {
     **_ROTARY,
     "bias": False,
@@ -86,9 +89,18 @@ _FIELDS = {
     "tied": ("tie_word_embeddings",),
 }
 _EXPERT_FIELDS = {**_FIELDS, "experts": ("num_local_experts",), "experts_per_token": ("num_experts_per_tok",)}
-_DEFAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+
+
+def to_number(values: Mapping[str, object], key: str, default: float | None = None) -> float:
+    """Return a number that model_config.py has checked; `default` if it is missing or null."""
+    value = default if values.get(key) is None else values[key]
+    assert isinstance(value, int | float), key
+    return value
+
+
+_DEFAULTS: dict[str, Callable[[Json], object]] = {
     "kv_heads": lambda config: config["num_attention_heads"],
-    "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+    "head_dim": lambda config: to_number(config, "hidden_size") // to_number(config, "num_attention_heads"),
     "tied": lambda config: False,
     "bias": lambda config: False,
 }
@@ -117,7 +129,9 @@ QWEN2 = Family(
     demands=_SILU,
     defaults=_DEFAULTS,
     layer_types=lambda config, layers: [
-        SLIDING if config.get("use_sliding_window") and layer >= config.get("max_window_layers", 28) else FULL
+        SLIDING
+        if config.get("use_sliding_window") and layer >= to_number(config, "max_window_layers", 28)
+        else FULL
         for layer in range(layers)
     ],
 )
@@ -192,7 +206,7 @@ GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    defaults={"ffn": lambda config: 4 * config["n_embd"], "tied": lambda config: True},
+    defaults={"ffn": lambda config: 4 * to_number(config, "n_embd"), "tied": lambda config: True},
     tensors=GPT2_TENSORS,
 )
 MIXTRAL = Family(

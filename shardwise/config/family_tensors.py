@@ -1,29 +1,30 @@
-"""Names of tensors in the folders of Hugging Face's model families, and ours with the same numbers.
+"""Names of tensors in the folders of Hugging Face's model families, and our names of the same tensors.
 
-Nearly all tensors are the same numbers under another name. GPT-2 keeps its matrices transposed (its `Conv1D`
-has the inputs first) and queries, keys and values in one; Mixtral keeps each expert apart where we stack
-them. How the numbers are converted needs torch and is in checkpoint/conversions.py; shapes are known here, so
-that the headers of files are compared before torch is imported.
+Nearly all tensors differ in their names only. GPT-2 stores its matrices transposed (its `Conv1D` has the
+inputs first) and queries, keys and values in one; Mixtral stores each expert separately, and we stack them.
+The conversion of values needs torch and is in checkpoint/conversions.py. Shapes are known here, so that the
+headers of files are compared before torch is imported.
 
 Rotary positions need no table: both sides pair channel i with channel i + head_dim / 2 (models/rotary.py).
 
-Whatever has no counterpart is refused by name, in both directions: a model that opens and computes something
-else would be worse. Names alone do not prove the match; tests/checkpoint/test_huggingface.py compares logits
-with the transformers library.
+A tensor without a counterpart is refused by name, in both directions, because a model that loads and computes
+something else would be worse. Names alone do not prove the match; tests/checkpoint/test_huggingface.py
+compares logits with the transformers library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from shardwise.config.model import Model
 from shardwise.config.parameters import Shape, parameter_shapes
 
 Conversion = Literal["same", "transposed", "joined", "stacked", "paired"]
-"""How tensors of ours become theirs: as they are, transposed, three joined into one that is transposed, one
-taken apart along its first dimension, or two joined along their second."""
+"""How our tensors become theirs: unchanged, transposed, three joined into one that is transposed, one split
+along its first dimension, or two joined along their second."""
 
 _THEIR_SHAPES: dict[Conversion, Callable[[list[Shape]], list[Shape]]] = {
     "same": lambda shapes: shapes,
@@ -36,15 +37,14 @@ _THEIR_SHAPES: dict[Conversion, Callable[[list[Shape]], list[Shape]]] = {
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """Tensors of ours and the tensors of theirs with the same numbers; {layer} and {expert} stand for each of
-    them."""
+    """Our tensors and the tensors of a folder with the same values; {layer} and {expert} are placeholders."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     conversion: Conversion = "same"
 
     def of_layer(self, layer: int, experts: int) -> TensorMatch:
-        """With the layer's number, and one name for each expert."""
+        """Return the match with the layer's number filled in, and one name for each expert."""
         ours = tuple(name.format(layer=layer) for name in self.ours)
         theirs = tuple(
             name.format(layer=layer, expert=expert)
@@ -55,7 +55,7 @@ class TensorMatch:
 
 
 def _modules(pairs: Mapping[str, str], conversion: Conversion = "same") -> tuple[TensorMatch, ...]:
-    """Modules of the same meaning: their weights, and their biases where the model has any."""
+    """Return the matches of weights and biases of modules that compute the same."""
     return tuple(
         TensorMatch((f"{ours}.{kind}",), (f"{theirs}.{kind}",), conversion)
         for ours, theirs in pairs.items()
@@ -90,7 +90,7 @@ _DENSE = _modules(
 
 
 def _experts(layer: str, gate: str, up: str, down: str) -> tuple[TensorMatch, ...]:
-    """Tensors of experts, one for each expert, as folders keep them."""
+    """Return the matches of expert tensors in folders that have one tensor per expert."""
     named = {"gate": gate, "up": up, "down": down}
     return (
         TensorMatch((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}{layer}.gate.weight",)),
@@ -145,7 +145,7 @@ _GPT2_WEIGHTS = (
 
 @dataclass(frozen=True)
 class FamilyTensors:
-    """How folders of a family name and keep their tensors."""
+    """How folders of a family name and store their tensors."""
 
     table: tuple[TensorMatch, ...]
     prefix: str = "model."
@@ -175,24 +175,19 @@ QWEN3_MOE_TENSORS = FamilyTensors(
 
 
 def tensor_matches(tensors: FamilyTensors, model: Model, fused: bool = False) -> list[TensorMatch]:
-    """Every tensor of this model with its counterparts; the blocks in order."""
+    """Return every tensor of this model with its counterparts, the blocks in order."""
     ours, table = parameter_shapes(model), tensors.fused if fused else tensors.table
     inside = [match for match in table if "{layer}" in match.ours[0]]
     outside = [match for match in table if match not in inside]
-    matches = [
-        *outside,
-        *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside),
-    ]
-    matches = [
-        match for match in matches if match.ours[0] in ours
-    ]  # biases, norms of queries, a head of its own: only where the model has them
-    assert sorted(name for match in matches for name in match.ours) == sorted(ours), (
-        "a tensor without a counterpart"
-    )
+    blocks = (match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside)
+    # Not every model has biases, norms of queries, or a head that is not tied.
+    matches = [match for match in (*outside, *blocks) if match.ours[0] in ours]
+    matched = chain.from_iterable(match.ours for match in matches)
+    assert sorted(matched) == sorted(ours), "every tensor has a counterpart"
     return matches
 
 
 def their_shapes(match: TensorMatch, ours: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shapes of a match's tensors on the other side, from ours."""
+    """Return the shapes of a match's tensors in the folder, computed from our shapes."""
     shapes = _THEIR_SHAPES[match.conversion]([ours[name] for name in match.ours])
     return dict(zip(match.theirs, shapes, strict=True))

@@ -1,21 +1,21 @@
 """The job file as JSON Schema, for editors that complete and check TOML (Even Better TOML, taplo, …).
 
-Made from the definitions (schema.py), with what the reader accepts beyond their types: TOML has no null, and
-`clip = false` is none; a word may stand for the layout's table; keys may be spelt as other libraries do.
+The schema is made from the definitions in schema.py. It adds what the reader accepts beyond their types:
+`clip = false` (TOML has no null), a word in place of the layout's table, and keys as other libraries spell
+them.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import PLANNED_LAYOUTS
 from shardwise.config.schema import SPELLINGS, Config
+from shardwise.files import Json
 from shardwise.optimizers import BUILT_IN, DEFAULT
 
 
-def job_schema() -> dict[str, Any]:
-    """A schema that every job which can be read fulfils."""
+def job_schema() -> Json:
+    """Return a schema that accepts every valid job."""
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
     for section, spellings in SPELLINGS.items():
@@ -33,13 +33,13 @@ def job_schema() -> dict[str, Any]:
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **_without_null(schema),
+        **{key: _without_null(part) for key, part in schema.items()},
         "title": "shardwise job",
     }
 
 
-def _optimizers() -> dict[str, Any]:
-    """Any of our optimizers with its own keys, or one of another package, whose keys only that knows."""
+def _optimizers() -> Json:
+    """Return the schema of [optimizer]: one of ours with its keys, or another package's with any keys."""
     ours = {name: kind.model_json_schema() for name, kind in BUILT_IN.items()}
     for name, schema in ours.items():
         schema["required"] = [] if name == DEFAULT else ["name"]
@@ -52,8 +52,8 @@ def _optimizers() -> dict[str, Any]:
     return {"anyOf": [*ours.values(), another]}
 
 
-def _without_null(part: Any) -> Any:
-    """What TOML cannot say is not offered."""
+def _without_null(part: object) -> object:
+    """Return a part of a schema without null, which TOML does not have."""
     if isinstance(part, list):
         return [_without_null(item) for item in part if item != {"type": "null"}]
     if isinstance(part, dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,7 +11,7 @@ from shardwise.config.compression import AUTO
 from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 from shardwise.section import Degree, Positive, Section
 
-MOST_DEVICES = 2**20
+MAX_DEVICES = 2**20
 """Largest number of devices that can be planned for: a hundred times what anybody trains on."""
 
 SPELLINGS = {
@@ -23,18 +23,19 @@ SPELLINGS = {
     "tp": "tensor",
     "ep": "expert",
 }
-"""Keys as other libraries spell them, and ours."""
+"""Our keys by the names that other libraries use."""
 
 
 class Layout(Section):
-    """Who computes what. `replica x data` is the data-parallel size; states are sharded over `data`."""
+    """How devices share the work. `replica x data` is the data-parallel size; states are sharded over
+    `data`."""
 
     pipeline: Degree = Field(1, description="pipeline stages")
     replica: Degree = Field(1, description="copies of the sharded model (hybrid sharding)")
     data: Annotated[int, Field(ge=-1, le=2**20)] = Field(
         -1,
-        description="data-parallel devices that share sharded states; -1: the rest of the devices, "
-        "which are two where a job writes it and has neither GPUs nor other axes",
+        description="data-parallel devices among which states are sharded; -1: all remaining devices (two "
+        "CPU workers if a job writes -1 and has neither GPUs nor other axes)",
     )
     context: Degree = Field(1, description="devices that split one sequence")
     tensor: Degree = Field(1, description="devices that split each matrix")
@@ -43,9 +44,8 @@ class Layout(Section):
     )
     zero: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and "
-        "weights; "
-        "left out: 3 where `replica` is above 1, else chosen by memory",
+        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 also gradients, 3 also "
+        "weights; left out: 3 if `replica` is above 1, else chosen by memory",
     )
     schedule: ScheduleName = Field(
         DEFAULT_SCHEDULE,
@@ -59,14 +59,14 @@ class Layout(Section):
     )
     stages: tuple[Degree, ...] | None = Field(
         None,
-        description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as "
-        "fast as can be",
+        description="number of blocks in each pipeline stage; left out: cut so that the slowest stage is as "
+        "fast as possible",
         examples=[[2, 2]],
     )
     attention: Literal["auto", "ring", "ulysses"] = Field(
         "auto",
-        description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where "
-        "heads divide",
+        description="how `context` devices share attention: in a ring, or by an all-to-all over heads "
+        "(ulysses); auto: ulysses if the heads divide",
     )
     offload: bool = Field(
         False,
@@ -75,40 +75,37 @@ class Layout(Section):
     )
     compression: str | None = Field(
         None,
-        description="how gradients are compressed between devices, which changes the numbers: `bfloat16`, "
-        "`float16`, `float8`, `int8`, "
-        "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
-        "planner chooses, perhaps not at all; see docs/compression.md",
+        description="codec that compresses gradients between devices, which changes the results: `bfloat16`, "
+        "`float16`, `float8`, `int8`, `int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, "
+        "`powersgd(4)`; `auto`: the planner decides; see docs/compression.md",
     )
     compression_axes: Literal["all", "replica"] = Field(
         "all",
-        description="which sums are compressed: all over data-parallel devices, or those between "
-        "replicas alone",
+        description="which sums are compressed: all sums over data-parallel devices, or only those between "
+        "replicas",
     )
     compression_warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps before compression begins")
     weight_compression: str | None = Field(
         None,
-        description="how sharded weights are compressed when they are gathered, which changes the numbers: "
-        "`int8`, `float8` or "
-        "`int4`; see docs/compression.md",
+        description="codec that compresses sharded weights when they are gathered, which changes the "
+        "results: `int8`, `float8` or `int4`; see docs/compression.md",
     )
     backward_shards: Positive | None = Field(
         None,
-        description="zero = 3: so many neighbours (the devices of a node, say) keep a copy of the weights "
-        "among them from "
-        "forward to backward, and backward gathers from that; left out: no copy",
+        description="with zero = 3: number of neighbours (for example the devices of a node) that together "
+        "keep a copy of the weights from forward to backward, so that backward gathers from them; left out: "
+        "no copy",
     )
     error_feedback: bool | None = Field(
         None,
-        description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
-        "`terngrad` and "
-        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use the optimizer "
-        "`1bit-adam`",
+        description="whether the compression error is added to the next gradient; left out: yes, except for "
+        "`terngrad` and `qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, "
+        "use the optimizer `1bit-adam`",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _peer_spellings(cls, values: Any) -> Any:
+    def _peer_spellings(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
         if isinstance(values.get("stages"), list):
@@ -125,28 +122,28 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        if (devices := self.fixed * max(self.data, 1)) > MOST_DEVICES:
-            raise ValueError(f"{devices} devices; at most {MOST_DEVICES} can be planned for")
+        if (devices := self.fixed * max(self.data, 1)) > MAX_DEVICES:
+            raise ValueError(f"{devices} devices; at most {MAX_DEVICES} can be planned for")
         return self
 
     @property
     def fixed(self) -> int:
-        """Devices used by every axis but `data`."""
+        """Number of devices of all axes without `data`."""
         return self.pipeline * self.replica * self.context * self.tensor
 
     @property
     def world(self) -> int:
-        """Devices in all; only when `data` is a number."""
+        """Total number of devices, once `data` is known."""
         assert self.data > 0, "resolve the layout first"
         return self.fixed * self.data
 
     @property
     def shards(self) -> int:
-        """Devices that share sharded states: those that hold the same weights and read different tokens, in
-        one replica."""
+        """Number of devices among which states are sharded: those of one replica that hold the same weights
+        and read different tokens."""
         return self.data * self.context
 
     @property
     def data_parallel(self) -> int:
-        """Devices (or groups of devices) that read different sequences."""
+        """Number of devices, or groups of devices, that read different sequences."""
         return self.replica * self.data

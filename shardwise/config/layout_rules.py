@@ -1,11 +1,11 @@
-"""The rules that every layout keeps, each written once: for a job's layout and for the planner's candidates.
+"""The rules of layouts, each written once for a job's layout and for the planner's candidates.
 
-A layout is refused only where devices could not share the work evenly, or not at all. Everything else may be
+A layout is refused only if devices cannot share the work evenly, or not at all. Everything else may be
 combined: any product of the axes, with any ZeRO stage, schedule, precision and recomputation.
 
-A rule is written with `%`, comparisons, `&` and `|`. So it answers with a bool for a `Layout`, and with an
-array for the cost model's `Space`, which has fields of the same names and one entry per candidate. The
-planner keeps the candidates that break no rule: what it proposes is what training accepts.
+A rule is written with `%`, comparisons, `&` and `|`. It returns a bool for a `Layout`, and an array for the
+cost model's `Space`, which has fields of the same names with one entry per candidate. The planner keeps the
+candidates that break no rule, so training accepts whatever it proposes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.config.schema import Data, Train
 from shardwise.drivers.registry import driver_named
 
 BY_OPERATOR = ("selective", "all-but-attention")
-"""Recomputation that keeps what some operators put out, and allows one pass backward."""
+"""Recomputation that keeps the outputs of some operators, and allows only one backward pass."""
 BORROWED_FROM = ("tensor", "context", "data")
 """Axes whose devices hold the experts, in the order in which they are taken."""
 AnyLayout = Any
@@ -46,31 +46,31 @@ class JobTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that a layout must not do, and the words that refuse it."""
+    """A condition that makes a layout impossible, and the message that says so."""
 
     is_broken: Callable[[JobTables, AnyLayout], Numbers]
-    """Whether the layout breaks the rule; for a `Space` an array with one answer per candidate."""
+    """Whether a layout breaks the rule; for a `Space` an array with one entry per candidate."""
     problem: Callable[[JobTables], str]
-    """What is wrong with the layout that was asked for, and where it is known, what to write instead."""
+    """Returns what is wrong with the job's layout and, if known, what to write instead."""
     fields: tuple[str, ...] = ()
-    """Degrees of the layout of which another value may help, the likeliest first."""
+    """Degrees of the layout that could be changed, the best one first."""
     short: Callable[[JobTables], str] | None = None
-    """The problem in few words, for the planner's list of refused degrees. None where a choice beside the
-    degrees decides."""
+    """Returns the problem in few words, for the planner's list of refused degrees; None if the rule depends
+    on more than the degrees."""
 
 
 def _template(text: str) -> Callable[[JobTables], str]:
-    """A problem whose words are always the same but for the values of the job."""
+    """Return a function that fills the values of a job into a message."""
     return lambda job: text.format(**job._asdict())
 
 
 def broken_rules(rules: tuple[Rule, ...], job: JobTables) -> Iterator[Rule]:
-    """The rules that the job's layout breaks."""
+    """Return the rules that the job's layout breaks."""
     return (rule for rule in rules if rule.is_broken(job, job.layout))
 
 
-def first_broken(rules: tuple[Rule, ...], job: JobTables) -> Iterator[tuple[Rule, str]]:
-    """The first rule that the job's layout breaks, with the problem in words; nothing if it breaks none."""
+def first_broken_rule(rules: tuple[Rule, ...], job: JobTables) -> Iterator[tuple[Rule, str]]:
+    """Return the first rule that the job's layout breaks, with its message; nothing if it breaks none."""
     return ((rule, rule.problem(job)) for rule in islice(broken_rules(rules, job), 1))
 
 
@@ -83,7 +83,7 @@ def splits_evenly(parts: int, devices: Numbers) -> Numbers:
 
 
 def splits_or_repeats(parts: int, devices: Numbers) -> Numbers:
-    """The same, or as many devices share each part, and each of them has a copy."""
+    """Whether parts divide over devices, or devices over parts, each part then having a copy on several."""
     return (parts % devices == 0) | (devices % parts == 0)
 
 
@@ -119,7 +119,7 @@ TENSOR = (
 
 
 def cut_fits(stages: tuple[int, ...], model: Model, layout: AnyLayout) -> Numbers:
-    """Whether stages that were cut by hand are as many as the pipeline has, and have all blocks."""
+    """Whether stages given by the user are as many as the pipeline has, and contain all blocks."""
     return (layout.pipeline * stages_per_rank(layout) == len(stages)) & (sum(stages) == model.layers)
 
 
@@ -143,8 +143,8 @@ PIPELINE = (
         ),
         lambda job: (
             f"layout.pipeline = {job.layout.pipeline}: {job.layout.schedule} cuts the model into "
-            f"{_stages(job)} stages of at least one block, and model.layers = {job.model.layers} makes "
-            f"at most {job.model.layers} stages"
+            f"{_stages(job)} stages of at least one block, and model.layers = {job.model.layers} makes at "
+            f"most {job.model.layers} stages"
         ),
         ("pipeline",),
         _template("pipeline has more stages than the model's {model.layers} blocks"),
@@ -152,15 +152,15 @@ PIPELINE = (
     Rule(
         _cut_is_wrong,
         lambda job: (
-            f"layout.stages = {list(job.layout.stages or ())}: give {_stages(job)} numbers that add up "
-            f"to model.layers = {job.model.layers}, or leave it out"
+            f"layout.stages = {list(job.layout.stages or ())}: give {_stages(job)} numbers that add up to "
+            f"model.layers = {job.model.layers}, or leave it out"
         ),
     ),
 )
 
 
 def _by_operator(train: Train, layout: AnyLayout) -> Numbers:
-    """Whether recomputation goes by operators. A `Space` has the index of its mode."""
+    """Whether recomputation selects operators. A `Space` holds the index of its mode."""
     if isinstance(layout, Layout):
         return train.recompute in BY_OPERATOR
     return layout.recompute.choose([mode in BY_OPERATOR for mode in get_args(Recompute)])
@@ -178,11 +178,11 @@ RECOMPUTE = (
 )
 
 
-# -- axes that a driver cannot have --------------------------------------------------------------------------
+# -- axes that a driver does not support ---------------------------------------------------------------------
 
 
-def _of_driver(axis: str) -> Rule:
-    """The rule that the job's driver can do with several devices along an axis."""
+def _driver_rule(axis: str) -> Rule:
+    """Return the rule that the job's driver supports several devices along an axis."""
 
     def why(job: JobTables) -> str | None:
         return driver_named(job.train.driver).refused_axes.get(axis)
@@ -197,52 +197,60 @@ def _of_driver(axis: str) -> Rule:
     )
 
 
-DRIVER = tuple(_of_driver(axis) for axis in AXES)
+DRIVER = tuple(_driver_rule(axis) for axis in AXES)
 
 
 # -- a sequence over `context` and `tensor` ------------------------------------------------------------------
 
 
 def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
-    """How `context` devices attend: as asked; or by Ulysses where query heads and key heads divide over them,
-    else in a ring. Where the ring cannot do all that the model needs, key heads need not divide: they are
-    repeated."""
+    """Return how `context` devices share attention: as the layout says, else Ulysses if the heads divide,
+    else a ring.
+
+    Key heads need not divide (they are repeated) if a ring does not support the model's attention.
+    """
     if layout.attention != "auto":
         return layout.attention
     kv_heads = max(1, model.kv_heads // layout.tensor)
-    repeats = not ring_can_all(model) or kv_heads % layout.context == 0
-    return "ulysses" if deals_heads(model, layout) and repeats else "ring"
+    repeats = not ring_supports_any_length(model) or kv_heads % layout.context == 0
+    return "ulysses" if heads_divide_over_context(model, layout) and repeats else "ring"
 
 
-def ring_can_all(model: Model) -> bool:
-    """Whether a ring can do the model's attention whatever the length of a sequence."""
+def ring_supports_any_length(model: Model) -> bool:
+    """Whether a ring supports the model's attention for sequences of any length."""
     return model.window is None and model.attention_softcap is None
 
 
-def ring_lacks(model: Model, sequence_length: int) -> str | None:
-    """What of a model's attention a ring cannot do, as the user wrote it; None: it can do all."""
+def unsupported_by_ring(model: Model, sequence_length: int) -> str | None:
+    """Return the setting of a model's attention that a ring does not support; None if it supports all."""
     if model.attention_softcap is not None:
         return f"model.attention_softcap = {model.attention_softcap:g}"
-    if any(model.sees(layer, sequence_length) < sequence_length for layer in range(min(2, model.layers))):
+    if any(
+        model.visible_tokens(layer, sequence_length) < sequence_length
+        for layer in range(min(2, model.layers))
+    ):
         return f"model.window = {model.window}"
     return None
 
 
-def deals_heads(model: Model, layout: AnyLayout) -> Numbers:
-    """Whether the query heads of a tensor device divide over the `context` devices, as Ulysses needs it."""
+def heads_divide_over_context(model: Model, layout: AnyLayout) -> Numbers:
+    """Whether the query heads of a tensor device divide over the `context` devices, as Ulysses needs."""
     return model.heads // layout.tensor % layout.context == 0
 
 
 def is_ring(model: Model, layout: AnyLayout) -> Numbers:
-    """Whether there are `context` devices that attend in a ring."""
+    """Whether there are several `context` devices and they compute attention in a ring."""
     if isinstance(layout, Layout):
         return layout.context > 1 and context_attention(model, layout) == "ring"
     return (layout.context > 1) & (layout.ring == 1)
 
 
 def sequence_multiple(model: Model, layout: AnyLayout) -> Numbers:
-    """What the length of a sequence must be a multiple of: the tensor devices share the tokens of a context
-    device, and a ring cuts these tokens into two chunks of equal length."""
+    """Return the number that must divide the length of a sequence.
+
+    Tensor devices share the tokens of a context device, and a ring cuts those into two chunks of equal
+    length.
+    """
     cuts_in_half = is_ring(model, layout) & (layout.tensor % 2 == 1)
     return layout.context * layout.tensor * (1 + cuts_in_half)
 
@@ -259,10 +267,10 @@ def _heads_problem(job: JobTables) -> str:
 
 
 def _ring_problem(job: JobTables) -> str:
-    lacks = ring_lacks(job.model, job.data.sequence_length)
+    lacks = unsupported_by_ring(job.model, job.data.sequence_length)
     return (
         f"layout.context = {job.layout.context}: passing keys around a ring cannot keep to {lacks}; use "
-        f"layout.attention = 'ulysses', and as many context devices as divide the "
+        "layout.attention = 'ulysses', and as many context devices as divide the "
         f"{job.model.heads // job.layout.tensor} heads of a tensor device"
     )
 
@@ -281,14 +289,17 @@ def _sequence_problem(job: JobTables) -> str:
 SEQUENCE = (
     Rule(
         lambda job, layout: (
-            (layout.context > 1) & (is_ring(job.model, layout) == 0) & (deals_heads(job.model, layout) == 0)
+            (layout.context > 1)
+            & (is_ring(job.model, layout) == 0)
+            & (heads_divide_over_context(job.model, layout) == 0)
         ),
         _heads_problem,
         ("context",),
     ),
     Rule(
         lambda job, layout: (
-            is_ring(job.model, layout) & (ring_lacks(job.model, job.data.sequence_length) is not None)
+            is_ring(job.model, layout)
+            & (unsupported_by_ring(job.model, job.data.sequence_length) is not None)
         ),
         _ring_problem,
         ("context",),
@@ -310,25 +321,25 @@ SEQUENCE = (
 # -- experts -------------------------------------------------------------------------------------------------
 
 
-def borrowed(degrees: AnyLayout) -> dict[str, Numbers]:
-    """How many devices the expert axis borrows from each axis, innermost first: all of them, or what is still
-    needed."""
-    needed, taken = degrees.expert, {}
+def borrowed_devices(degrees: AnyLayout) -> dict[str, Numbers]:
+    """Return how many devices the expert axis borrows from each axis: all, or as many as are still needed."""
+    needed, borrowed = degrees.expert, {}
     for axis in BORROWED_FROM:
         size = getattr(degrees, axis)
-        taken[axis] = needed + (needed % size == 0) * (size - needed)
-        needed = needed // taken[axis]
-    return taken
+        borrowed[axis] = needed + (needed % size == 0) * (size - needed)
+        needed = needed // borrowed[axis]
+    return borrowed
 
 
 def can_borrow(degrees: AnyLayout) -> Numbers:
-    """Whether the expert axis can be made of whole axes, innermost first, and a part of the next."""
-    taken = borrowed(degrees)
-    parts = (getattr(degrees, axis) % share == 0 for axis, share in taken.items())
-    return reduce(and_, parts, prod(taken.values()) == degrees.expert)
+    """Whether the expert axis is a product of whole axes, in the order of BORROWED_FROM, and a part of the
+    next."""
+    borrowed = borrowed_devices(degrees)
+    parts = (getattr(degrees, axis) % share == 0 for axis, share in borrowed.items())
+    return reduce(and_, parts, prod(borrowed.values()) == degrees.expert)
 
 
-def _is_open(layout: AnyLayout) -> bool:
+def _data_is_open(layout: AnyLayout) -> bool:
     """Whether the number of data-parallel devices is not known yet."""
     return isinstance(layout, Layout) and layout.data < 1
 
@@ -346,7 +357,7 @@ EXPERT = (
         ("expert",),
     ),
     Rule(
-        lambda job, layout: (layout.expert > 1) & (not _is_open(layout) and can_borrow(layout) == 0),
+        lambda job, layout: (layout.expert > 1) & (not _data_is_open(layout) and can_borrow(layout) == 0),
         _template(
             "layout.expert = {layout.expert}: borrows devices from tensor {layout.tensor}, then context "
             "{layout.context}, then data {layout.data}, whole axes first, and cannot be made of these"
@@ -359,9 +370,8 @@ EXPERT = (
 # -- neighbours that keep a copy of the weights for backward -------------------------------------------------
 
 
-def with_nearby_that_divides(layout: Layout, data: int) -> Layout:
-    """The layout with as many neighbours, of those asked for, as divide the devices that share the weights on
-    this data axis."""
+def with_dividing_backward_shards(layout: Layout, data: int) -> Layout:
+    """Return the layout with `backward_shards` lowered to a divisor of the devices that share the weights."""
     if layout.backward_shards is None or data < 1:
         return layout
     sizes = [size for size in divisors(data * layout.context) if size <= layout.backward_shards]
@@ -370,10 +380,10 @@ def with_nearby_that_divides(layout: Layout, data: int) -> Layout:
 
 def _cuts_neighbours(job: JobTables, layout: AnyLayout) -> Numbers:
     shards = job.layout.backward_shards
-    return shards is not None and not _is_open(layout) and layout.data * layout.context % shards != 0
+    return shards is not None and not _data_is_open(layout) and layout.data * layout.context % shards != 0
 
 
-NEARBY = (
+BACKWARD_SHARDS = (
     Rule(
         lambda job, layout: (job.layout.backward_shards is not None) & (layout.pipeline * layout.expert > 1),
         _template(
@@ -396,13 +406,13 @@ NEARBY = (
 
 
 def _share(job: JobTables, layout: AnyLayout) -> Numbers:
-    """Sequences of a step that a data-parallel device reads."""
+    """Return the number of sequences that a data-parallel device reads in a step."""
     return job.train.global_batch // (layout.replica * layout.data)
 
 
 def _cuts_micro_batch(job: JobTables, layout: AnyLayout) -> Numbers:
     size = job.train.micro_batch
-    return size is not None and not _is_open(layout) and _share(job, layout) % size != 0
+    return size is not None and not _data_is_open(layout) and _share(job, layout) % size != 0
 
 
 def _global_batch_problem(job: JobTables) -> str:
@@ -426,7 +436,7 @@ def _micro_batch_problem(job: JobTables) -> str:
 BATCH = (
     Rule(
         lambda job, layout: (
-            not _is_open(layout) and job.train.global_batch % (layout.replica * layout.data) != 0
+            not _data_is_open(layout) and job.train.global_batch % (layout.replica * layout.data) != 0
         ),
         _global_batch_problem,
         short=_template("a global batch of {train.global_batch} does not divide over replica x data"),
@@ -434,7 +444,7 @@ BATCH = (
     Rule(_cuts_micro_batch, _micro_batch_problem),
 )
 
-RULES = (TENSOR, PIPELINE, RECOMPUTE, *((rule,) for rule in DRIVER), SEQUENCE, EXPERT, NEARBY)
-"""Groups of rules. Of each group the first broken rule is reported: those after it build on it."""
-OF_DEGREES = tuple(rule for group in (*RULES, BATCH) for rule in group if rule.short)
-"""Rules that the planner can hold degrees to, before it looks at the choices inside them."""
+RULES = (TENSOR, PIPELINE, RECOMPUTE, *((rule,) for rule in DRIVER), SEQUENCE, EXPERT, BACKWARD_SHARDS)
+"""Groups of rules. Only the first broken rule of a group is reported, because the later ones assume it."""
+DEGREE_RULES = tuple(rule for group in (*RULES, BATCH) for rule in group if rule.short)
+"""Rules that depend on degrees only, which the planner checks before it tries other choices."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shardwise.files import Json
 from shardwise.section import Degree, Section
 
 LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
-"""Llama 3.1's rotary scaling: a wave that fits less often than the first into the original length is slowed
-fully, and one that fits more often than the second not at all."""
+"""Limits of Llama 3.1's rotary scaling: a frequency with fewer periods in the original length than the first
+is scaled fully, and one with more than the second not at all."""
 
-# Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every
-# search ends.
+# The limits are a hundred times what is trained today, and small enough that every sum and search ends.
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Batch = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=4096)]
@@ -22,7 +22,7 @@ Experts = Annotated[int, Field(ge=0, le=2**16)]
 
 
 class Model(Section):
-    """The transformer. A preset gives every field; fields given beside it replace the preset's."""
+    """The transformer. A preset sets every field; fields given beside it replace those of the preset."""
 
     preset: str | None = Field(
         None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md"
@@ -30,9 +30,8 @@ class Model(Section):
     pretrained: str | None = Field(
         None,
         min_length=1,
-        description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its "
-        "end of documents, "
-        "which the job need not say (docs/checkpoints.md)",
+        description="a Hugging Face folder to start from: its weights, shape, tokenizer and end-of-document "
+        "token, which the job need not repeat (docs/checkpoints.md)",
     )
     module: str | None = Field(
         None,
@@ -53,7 +52,8 @@ class Model(Section):
         "(Gemma)",
     )
     post_norms: bool = Field(
-        False, description="a second norm in each block after attention and after the feed-forward (Gemma 2)"
+        False,
+        description="a second norm in each block after attention and after the feed-forward layer (Gemma 2)",
     )
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance in every norm")
     positions: Literal["rotary", "learned"] = Field(
@@ -69,47 +69,50 @@ class Model(Section):
     )
     window: Length | None = Field(
         None,
-        description="tokens that a token sees at most, itself and those just before it (Mistral); left out: "
-        "all before it",
+        description="tokens that a token attends to at most, itself included (Mistral); left out: all tokens "
+        "before it",
     )
     window_layers: Literal["all", "even"] = Field(
-        "all", description="the blocks that have the window: all, or every second from the first on (Gemma 2)"
+        "all",
+        description="blocks that have the window: all, or every second block beginning with the first (Gemma "
+        "2)",
     )
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen 3)")
     query_scalar: float | None = Field(
         None,
         gt=0,
-        description="scores are divided by the square root of this (Gemma 2); left out: `head_dim`",
+        description="attention scores are divided by the square root of this number (Gemma 2); left out: "
+        "`head_dim`",
     )
     attention_softcap: float | None = Field(
         None,
         gt=0,
-        description="scores of attention are kept within ± this by a tanh (Gemma 2), which no fused kernel "
-        "does; left out: not",
+        description="limit of attention scores, applied with tanh (Gemma 2); no fused kernel supports it; "
+        "left out: no limit",
     )
     logit_softcap: float | None = Field(
-        None, gt=0, description="logits are kept within ± this by a tanh (Gemma 2); left out: they are not"
+        None, gt=0, description="limit of logits, applied with tanh (Gemma 2); left out: no limit"
     )
     activation: Literal["swiglu", "gelu", "geglu"] = Field(
-        "swiglu", description="gated SiLU, tanh-approximated GELU, or gated by that GELU (Gemma)"
+        "swiglu", description="gated SiLU, tanh-approximated GELU, or gated tanh-approximated GELU (Gemma)"
     )
     bias: bool | Literal["qkv"] = Field(
         False,
-        description="biases in the attention and feed-forward projections; `qkv`: of queries, keys and "
-        "values alone (Qwen 2)",
+        description="biases in the attention and feed-forward projections; `qkv`: only of queries, keys and "
+        "values (Qwen 2)",
     )
     scaled_embedding: bool = Field(
         False, description="multiply embedded tokens by the square root of `hidden` (Gemma)"
     )
     tied: bool = Field(False, description="use the embedding matrix as the output head")
     experts: Experts = Field(
-        0, description="experts in each block, of which a token visits a few; 0: a dense layer"
+        0, description="experts in each block, of which each token visits a few; 0: a dense layer"
     )
     experts_per_token: Experts = Field(0, description="experts that each token visits")
     expert_ffn: Width | None = Field(None, description="inner width of one expert; left out: `ffn`")
     shared_experts: Experts = Field(0, description="experts that every token visits, beside the chosen ones")
     router: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="how an expert's score is made from the router's logit"
+        "softmax", description="function that turns the router's logits into scores"
     )
     normalise_routing: bool = Field(
         True, description="scale the weights of a token's chosen experts so that they sum to 1"
@@ -123,25 +126,25 @@ class Model(Section):
     balance_bias: float = Field(
         0.0,
         ge=0,
-        description="step by which an overloaded expert is made less likely to be chosen, without a loss; "
-        "0: none",
+        description="step by which the selection bias of an overloaded expert is lowered, without a loss; 0: "
+        "none",
     )
     router_z_loss: float = Field(
         0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none"
     )
 
-    def settings(self) -> dict[str, Any]:
-        """Every setting of the model itself, without where they came from."""
+    def settings(self) -> Json:
+        """Return every setting of the model itself, without the source it came from."""
         return self.model_dump(exclude={"preset", "pretrained"})
 
-    def sees(self, layer: int, sequence_length: int) -> int:
-        """How many tokens the last one of a sequence sees in a block."""
+    def visible_tokens(self, layer: int, sequence_length: int) -> int:
+        """Return how many tokens the last token of a sequence attends to in a block."""
         windowed = self.window is not None and (self.window_layers == "all" or layer % 2 == 0)
         return min(sequence_length, self.window) if windowed and self.window else sequence_length
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate beside its inner features."""
+        """Whether the feed-forward layer multiplies its inner features by a gate."""
         return self.activation in ("swiglu", "geglu")
 
     @property

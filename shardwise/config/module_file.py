@@ -1,15 +1,14 @@
-"""Where a user's own module is (`[model] module = "file.py:Class"`), and what can be said of it without
-running it.
+"""Checks of a user's module (`[model] module = "file.py:Class"`) that read its file without running it.
 
-Running it needs torch, which takes seconds. That the file is there, is Python, and has something of that name
-is known from its text. So is, mostly, that a class has no sharding table: where neither it nor the classes it
-is derived from, up to torch's own, are in a file that has the word `sharding`.
+Running it needs torch, which takes seconds. The text of the file shows whether it is Python and defines the
+name. It also shows in most cases that a class has no sharding table: the class and its bases, up to torch's
+classes, are all in the file, and the file never mentions `sharding`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from shardwise.config.axes import MODEL_AXES
@@ -20,8 +19,8 @@ from shardwise.files import read_bytes, reading
 
 
 def locate_module(model: Model) -> tuple[Path, str]:
-    """The file, and the name in it."""
-    assert model.module is not None, "there is one"
+    """Return the path of the module's file, and the name of the module in it."""
+    assert model.module is not None, "the job has a module"
     where = f"model.module = {model.module!r}"
     file, colon, name = model.module.rpartition(":")
     if not colon or not file or not name.isidentifier():
@@ -30,8 +29,8 @@ def locate_module(model: Model) -> tuple[Path, str]:
     with reading(f"{where}:"):
         if not path.is_file():
             raise UserError(
-                f"{where}: no such file: {path}. Paths in a job start from the folder where the command "
-                f"is run"
+                f"{where}: no such file: {path}. Paths in a job start from the folder where the command is "
+                "run"
             )
     if path.suffix != ".py":
         raise UserError(f"{where}: {file} is not a Python file; its name must end in .py")
@@ -39,23 +38,21 @@ def locate_module(model: Model) -> tuple[Path, str]:
 
 
 TABLE = "sharding"
-"""The attribute of a module that is its table."""
+"""Name of the attribute that is a module's sharding table."""
 
 
-def without_table(name: str, layout: Layout) -> Iterator[str]:
-    """What of a layout a module that has no sharding table cannot have."""
+def problems_without_table(name: str, layout: Layout) -> Iterator[str]:
+    """Yield the degrees of a layout that a module without a sharding table does not support."""
     for axis in MODEL_AXES:
         if (size := getattr(layout, axis)) > 1:
             yield (
                 f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can "
-                f"be used. Give it "
-                f"an attribute `{TABLE}` (docs/sharding.md)"
+                f"be used. Give it an attribute `{TABLE}` (docs/sharding.md)"
             )
 
 
 def problems_of_module(model: Model, layout: Layout | None = None) -> Iterator[str]:
-    """What is wrong with the module's file, as far as its text tells, and with a layout for a module without
-    a table."""
+    """Yield what is wrong with the module's file, and with a layout if the module has no sharding table."""
     path, name = locate_module(model)
     where = f"model.module = {model.module!r}"
     try:
@@ -64,50 +61,60 @@ def problems_of_module(model: Model, layout: Layout | None = None) -> Iterator[s
         line = getattr(error, "lineno", None)
         yield f"{where}: {path.name} is not Python: {error}" + (f" ({path}, line {line})" if line else "")
         return
-    names = set(_names(tree))
+    names = set(_defined_names(tree))
     if name not in names and "*" not in names:
-        own = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         yield (
-            f"{where}: {path.name} has no class or function {name}; it has {', '.join(own) or 'none at all'}"
+            f"{where}: {path.name} has no class or function {name}; it has "
+            f"{', '.join(defined) or 'none at all'}"
         )
     elif layout is not None and _surely_without_table(tree, name):
-        yield from without_table(name, layout)
+        yield from problems_without_table(name, layout)
 
 
 def _surely_without_table(tree: ast.Module, name: str) -> bool:
-    """Whether this is a class, derived from classes of the file and of torch alone, and nothing in the file
-    could be a table."""
+    """Whether the name is a class derived only from classes of the file and of torch, and nothing in the file
+    could be a sharding table."""
     if any(TABLE in _words(node) for node in ast.walk(tree)):
         return False
     classes: dict[str, list[ast.ClassDef]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             classes.setdefault(node.name, []).append(node)
-    of_torch, pending, seen = _names_of_torch(tree), [name], set()
+    torch_names, pending, seen = _torch_names(tree), [name], set[str]()
     while pending:
-        if (wanted := pending.pop()) in seen:
-            continue
-        seen.add(wanted)
-        found = classes.get(wanted, [])
-        if (
-            len(found) != 1 or found[0].decorator_list or found[0].keywords
-        ):  # a decorator or a metaclass may add anything
+        class_name = pending.pop()
+        bases = _plain_bases(classes.get(class_name, []), torch_names)
+        if bases is None:
             return False
-        for base in found[0].bases:
-            root = base
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if not isinstance(root, ast.Name):
-                return False
-            if root.id not in of_torch:
-                if root is not base:
-                    return False
-                pending.append(root.id)
+        seen.add(class_name)
+        pending.extend(base for base in bases if base not in seen)
     return True
 
 
+def _plain_bases(definitions: Sequence[ast.ClassDef], torch_names: Set[str]) -> list[str] | None:
+    """Return the bases of a class that are not torch's; None if the text does not show what the class has.
+
+    A decorator or a metaclass may add attributes, and so may a base that is computed or imported.
+    """
+    if len(definitions) != 1 or definitions[0].decorator_list or definitions[0].keywords:
+        return None
+    names: list[str] = []
+    for base in definitions[0].bases:
+        root = base
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not isinstance(root, ast.Name):
+            return None
+        if root.id not in torch_names:
+            if root is not base:
+                return None
+            names.append(root.id)
+    return names
+
+
 def _words(node: ast.AST) -> tuple[object, ...]:
-    """Every name and text that a node of the syntax tree has."""
+    """Return every name and text that a node of the syntax tree has."""
     values = [value for _, value in ast.iter_fields(node)]
     return tuple(
         word
@@ -117,34 +124,30 @@ def _words(node: ast.AST) -> tuple[object, ...]:
     )
 
 
-def _names_of_torch(tree: ast.Module) -> set[str]:
-    """Names in a file that only an import of torch gives."""
-    found: set[str] = set()
+def _torch_names(tree: ast.Module) -> set[str]:
+    """Return the names that imports of torch define."""
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.asname or "torch" for alias in node.names if alias.name.split(".")[0] == "torch"}
-        elif (
-            isinstance(node, ast.ImportFrom)
-            and not node.level
-            and (node.module or "").split(".")[0] == "torch"
-        ):
-            found |= {alias.asname or alias.name for alias in node.names}
-    return found
+            names |= {alias.asname or "torch" for alias in node.names if _is_torch(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and not node.level and _is_torch(node.module):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
 
 
-def _names(tree: ast.Module) -> Iterator[str]:
-    """All that some statement, wherever it stands, may give a name to; `*`: names that only an import
-    knows."""
+def _is_torch(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == "torch"
+
+
+def _defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that a statement of the file may define; `*`: names that the text does not show."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("globals", "exec", "setattr")
-        ):
-            yield "*"
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.name
+            case ast.Name(ctx=ast.Store()):
+                yield node.id
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name for alias in node.names)
+            case ast.Call(func=ast.Name(id="globals" | "exec" | "setattr")):
+                yield "*"

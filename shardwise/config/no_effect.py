@@ -1,8 +1,8 @@
-"""Settings that change nothing: every rule about them, of two kinds.
+"""Rules about settings that have no effect, of two kinds.
 
-A setting that can have no effect on any devices is refused, because whoever wrote it expects one
-(config/check.py lists those rules). A setting that has no effect with the layout and the devices of one run
-is named in that run's header instead, because the same job may run elsewhere.
+A setting that has no effect on any devices is refused, because its author expects one (config/check.py lists
+those rules). A setting that has no effect with the layout and the devices of one run is named in the header
+of that run instead, because the same job may run elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.config.schema import Config, Train
 from shardwise.drivers.registry import driver_of
 from shardwise.section import Section
 
-_OF_EXPERTS = (
+_EXPERT_SETTINGS = (
     "experts_per_token",
     "expert_ffn",
     "shared_experts",
@@ -25,24 +25,24 @@ _OF_EXPERTS = (
     "balance_bias",
     "router_z_loss",
 )
-_OF_FLOAT8 = ("float8_scaling", "float8_head", "float8_leave_out")
+_FLOAT8_SETTINGS = ("float8_scaling", "float8_head", "float8_leave_out")
 
 
 # -- refused: no effect on any devices -----------------------------------------------------------------------
 
 
 def window_settings(model: Model) -> Iterator[str]:
-    """Refuse a choice of blocks for a window that is not there."""
+    """Refuse a choice of blocks for a window if there is no window."""
     if model.window is None and model.window_layers != "all":
         yield (
             f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, "
-            f"or leave both out"
+            "or leave both out"
         )
 
 
 def expert_settings(model: Model) -> Iterator[str]:
-    """Refuse settings of experts in a model that has none."""
-    for name in () if model.experts else _OF_EXPERTS:
+    """Refuse settings of experts in a model without experts."""
+    for name in () if model.experts else _EXPERT_SETTINGS:
         if value := getattr(model, name):
             yield (
                 f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
@@ -50,8 +50,8 @@ def expert_settings(model: Model) -> Iterator[str]:
 
 
 def float8_settings(train: Train) -> Iterator[str]:
-    """Refuse settings of float8 in another precision."""
-    given = [name for name in _OF_FLOAT8 if not _is_default(train, name)]
+    """Refuse settings of float8 in any other precision."""
+    given = [name for name in _FLOAT8_SETTINGS if not _is_default(train, name)]
     if given and train.precision != "float8":
         yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
 
@@ -62,12 +62,12 @@ def compression_settings(layout: Layout) -> Iterator[str]:
         if not _is_default(layout, name):
             yield (
                 f"layout.{name} = {getattr(layout, name)!r}: has no effect without layout.compression; leave "
-                f"it out, or name a codec"
+                "it out, or name a codec"
             )
 
 
 def settings_of_driver(driver: str, section: Section) -> Iterator[str]:
-    """Refuse settings of a driver that is not the job's."""
+    """Refuse settings of a driver that the job does not use."""
     for name in section.changed_keys():
         yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
 
@@ -80,8 +80,10 @@ def _is_default(section: Section, name: str) -> bool:
 
 
 def idle_settings(config: Config, layout: Layout, on_cpu: bool, gpus: int) -> list[str]:
-    """The settings that have no effect in this run, and why: with the layout that was chosen, on devices that
-    are CPUs or not, on a machine with so many GPUs."""
+    """Return the settings that have no effect with this run's layout and devices, and why.
+
+    `gpus` is the number of GPUs of the machine, which workers on the CPU do not use.
+    """
     idle = {
         **_idle_in_layout(config, layout),
         **_idle_on_devices(config, layout, on_cpu, gpus),

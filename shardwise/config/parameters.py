@@ -1,9 +1,9 @@
-"""Every parameter of a model, by name and shape, worked out from its configuration alone.
+"""The name and shape of every parameter of a model, computed from its configuration.
 
-Memory, FLOPs and the bytes of every collective all follow from this one table, so the planner needs no torch
-and no model: a 405-billion-parameter shape is counted in microseconds. The names are exactly those of
-`models.Transformer`, which is what checkpoints and sharding tables use too; the tests hold the two together,
-and hold the totals to the published counts.
+Memory, FLOPs and the bytes of every collective follow from this table, so the planner needs neither torch nor
+a model: the parameters of a model with 405 billion are counted in microseconds. The names are those of
+`models.Transformer`, which checkpoints and sharding tables use too. Tests compare the two, and the totals
+with the published counts.
 
 A tied model has no `head.weight`: the embedding matrix serves twice and is counted once, as part of the
 embedding.
@@ -21,22 +21,24 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class OwnParameters:
-    """Numbers of parameters of a user's own module, which only building it can count."""
+class ModuleParameters:
+    """Numbers of parameters of a user's module, which are known once it is built."""
 
     total: int
     frozen: int = 0
-    """Those with requires_grad=False: held, computed with, and never trained."""
+    """Number of parameters with requires_grad=False, which are never trained."""
 
     @property
     def trained(self) -> int:
-        """Those that are trained."""
+        """Number of parameters that are trained."""
         return self.total - self.frozen
 
 
 def parameter_shapes(model: Model) -> dict[str, Shape]:
-    """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs); those of
-    experts are stacked: (experts, outputs, inputs)."""
+    """Return the shape of each parameter by its name, in the order of the module.
+
+    Matrices are (outputs, inputs); those of experts are stacked: (experts, outputs, inputs).
+    """
     blocks = (
         (f"blocks.{layer}.{name}", shape) for layer in range(model.layers) for name, shape in _block(model)
     )
@@ -44,13 +46,14 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
 
 
 def count(model: Model) -> int:
-    """Number of parameters, the embedding of a tied model counted once."""
+    """Return the number of parameters. The embedding of a tied model counts once."""
     outside = _numbers([*_before_blocks(model), *_after_blocks(model)])
     return outside + model.layers * _numbers(_block(model))
 
 
 def active_count(model: Model) -> int:
-    """Parameters that one token meets: of the experts only those it visits, of everything else all."""
+    """Return the number of parameters that one token uses: all, without the experts that it does not
+    visit."""
     if not model.experts:
         return count(model)
     experts = _numbers((name, shape) for name, shape in _experts(model) if ".experts." in name)

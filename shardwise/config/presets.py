@@ -1,9 +1,8 @@
-"""Named model shapes. Their parameter counts equal the published ones to the unit
-(tests/plan/test_parameters.py)."""
+"""Named model shapes. Their parameter counts equal the published ones (tests/config/test_parameters.py)."""
 
 from __future__ import annotations
 
-from typing import Any
+from shardwise.files import Json
 
 _LLAMA = {
     "norm_epsilon": 1e-5,
@@ -13,8 +12,7 @@ _LLAMA = {
     "head_dim": 128,
 }
 _QWEN = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "vocabulary": 151936, "max_positions": 40960,
-"qk_norm": True,
-         "head_dim": 128, "kv_heads": 8}  # fmt: skip
+         "qk_norm": True, "head_dim": 128, "kv_heads": 8}  # fmt: skip
 _QWEN2 = {
     "norm_epsilon": 1e-6,
     "rope_theta": 1000000.0,
@@ -23,25 +21,22 @@ _QWEN2 = {
     "qk_norm": False,
 }
 _GEMMA2 = {"norm": "rms+1", "norm_epsilon": 1e-6, "post_norms": True, "activation": "geglu",
-"scaled_embedding": True,
-           "tied": True, "head_dim": 256, "query_scalar": 256.0, "attention_softcap": 50.0,
-           "logit_softcap": 30.0, "window": 4096,
-           "window_layers": "even", "rope_theta": 10000.0, "vocabulary": 256000,
-           "max_positions": 8192}  # fmt: skip
+           "scaled_embedding": True, "tied": True, "head_dim": 256, "query_scalar": 256.0,
+           "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096, "window_layers": "even",
+           "rope_theta": 10000.0, "vocabulary": 256000, "max_positions": 8192}  # fmt: skip
 _GPT = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True,
-"vocabulary": 50257,
-        "max_positions": 1024}  # fmt: skip
+        "vocabulary": 50257, "max_positions": 1024}  # fmt: skip
 
 
-def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: object) -> Json:
     return {**_LLAMA, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn": ffn, **more}
 
 
-def _qwen(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+def _qwen(layers: int, hidden: int, heads: int, ffn: int, **more: object) -> Json:
     return {**_QWEN, "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, **more}
 
 
-def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
+def _gpt(layers: int, hidden: int, heads: int, **more: object) -> Json:
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -52,8 +47,8 @@ def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
     return {**_GPT, **shape, "ffn": 4 * hidden, **more}
 
 
-def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
-    """Small shapes for the byte tokenizer: laptops, tests, first steps."""
+def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Json:
+    """Return a small shape for the byte tokenizer: for laptops, tests and first steps."""
     shape = {
         "layers": layers,
         "hidden": hidden,
@@ -64,9 +59,11 @@ def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dic
     return {**shape, "ffn": ffn, "vocabulary": 257, "max_positions": 2048, "tied": False}
 
 
-def _experts(shape: dict[str, Any], experts: int, per_token: int, **more: Any) -> dict[str, Any]:
-    """Every feed-forward layer becomes a mixture of experts. The softmax over all experts, renormalised over
-    the chosen ones, equals Mixtral's softmax over the chosen logits."""
+def _experts(shape: Json, experts: int, per_token: int, **more: object) -> Json:
+    """Return the shape with a mixture of experts in every block.
+
+    The softmax over all experts, renormalised over the chosen ones, equals Mixtral's over the chosen logits.
+    """
     return {**shape, "experts": experts, "experts_per_token": per_token, "normalise_routing": True, **more}
 
 
@@ -74,7 +71,7 @@ _SCALED = {"rope_scale": 8.0, "rope_original": 8192}  # Llama 3.1
 _SMALL = {"rope_scale": 32.0, "rope_original": 8192, "tied": True}  # Llama 3.2
 _MIXTRAL = {"vocabulary": 32000, "rope_theta": 1000000.0, "max_positions": 32768}
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Json] = {
     "bytes-400k": _bytes(2, 128, 4, 2, 336),
     "bytes-2m": _bytes(4, 192, 6, 2, 512),
     "bytes-10m": _bytes(6, 384, 6, 6, 1024),

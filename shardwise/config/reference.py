@@ -1,12 +1,13 @@
-"""The configuration in words, made from the definitions: for `shardwise train --help` and
-docs/configuration.md."""
+"""The text of `shardwise train --help` and docs/configuration.md, made from the definitions of the tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata
+from itertools import chain
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -17,10 +18,10 @@ from shardwise.optimizers import BUILT_IN, DEFAULT
 
 
 def help_text() -> str:
-    """Every key, its default and its meaning, in plain text."""
+    """Return every key with its default and its meaning in plain text."""
     blocks = [
-        "Any key of the job file can be given as section.key=value. "
-        "section.key= with nothing after it leaves the key out, section= the whole table:"
+        "Any key of the job file can be given as section.key=value. section.key= with nothing after it "
+        "leaves the key out, section= the whole table:"
     ]
     for name, section in _sections():
         lines = [
@@ -32,7 +33,7 @@ def help_text() -> str:
 
 
 def _where_docs_are() -> list[str]:
-    """An installed package has no docs/ beside it; its metadata name the address."""
+    """Return the address of the documentation, which an installed package has in its metadata."""
     with suppress(PackageNotFoundError):
         for entry in metadata("shardwise").get_all("Project-URL") or ():
             name, _, address = entry.partition(", ")
@@ -42,20 +43,18 @@ def _where_docs_are() -> list[str]:
 
 
 def markdown() -> str:
-    """docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     blocks = [
         "# Configuration",
         "A job is one TOML file; any value can be overridden on the command line as `section.key=value`, and "
-        "left out as "
-        "`section.key=`. "
-        "This page is made from the definitions in `shardwise/config/schema.py` by `python -m "
-        "shardwise.config.reference`.",
+        "left out as `section.key=`. This page is made from the definitions in `shardwise/config/schema.py` "
+        "by `python -m shardwise.config.reference`.",
     ]
     sections: list[tuple[str, type[BaseModel]]] = [*_sections(), ("data.sources", Source)]
     for name, section in sections:
         rows = [
             f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |"
-            for key, field in _fields(section)
+            for key, field in section.model_fields.items()
         ]
         blocks.append("\n".join([f"## {_heading(name, section)}", "", _summary(section), "", *_HEAD, *rows]))
     keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
@@ -75,7 +74,7 @@ _HEAD = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
 
 
 def _sections() -> list[tuple[str, type[BaseModel]]]:
-    """The tables of a job, by name; [optimizer] once for each of our optimizers, the default first."""
+    """Return the tables of a job by name; [optimizer] once for each of our optimizers, the default first."""
     sections: list[tuple[str, type[BaseModel]]] = []
     for name, field in Config.model_fields.items():
         if name == "optimizer":
@@ -87,72 +86,65 @@ def _sections() -> list[tuple[str, type[BaseModel]]]:
 
 
 def _heading(name: str, section: type[BaseModel]) -> str:
-    """The name of a table; of [optimizer] also which optimizer has these keys."""
+    """Return the name of a table, and for [optimizer] the name of the optimizer that has these keys."""
     which = f", name = {_default(section.model_fields['name'])}" if name == "optimizer" else ""
     return f"[{name}]{which}"
 
 
-def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
-    return list(section.model_fields.items())
-
-
 def _summary(section: type[BaseModel]) -> str:
-    """The docstring of a section on one line, however it is wrapped in the source."""
+    """Return the docstring of a section on one line."""
     return " ".join((section.__doc__ or "").split())
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value: Any = field.default
+    value: object = field.default
     if value is None or value == ():
         return "unset"
-    return (
-        {True: "true", False: "false"}.get(value, repr(value))
-        if isinstance(value, bool)
-        else repr(value).replace("'", '"')
-    )
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
 def _type(field: FieldInfo) -> str:
     return " or ".join(_type_names(field.annotation)) + _range(field)
 
 
-def _type_names(annotation: Any) -> list[str]:
-    """An annotation in words: the names of types, and allowed values in quotes."""
+def _type_names(annotation: object) -> list[str]:
+    """Return the types of an annotation in words, and allowed values in quotes."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type_names(arguments[0])
     if origin is Literal:
         return [f"`{value}`" for value in arguments]
     if origin in (Union, UnionType):
-        return [word for argument in arguments if argument is not NoneType for word in _type_names(argument)]
+        return _names_of_all(arguments)
     if origin is tuple:
-        return [
-            "list of "
-            + " or ".join(
-                dict.fromkeys(word for item in arguments if item is not ... for word in _type_names(item))
-            )
-        ]
+        return ["list of " + " or ".join(dict.fromkeys(_names_of_all(arguments)))]
     return [_TYPES.get(annotation, getattr(annotation, "__name__", str(annotation)))]
 
 
-_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
+def _names_of_all(annotations: Iterable[object]) -> list[str]:
+    names = [_type_names(part) for part in annotations if part is not NoneType and part is not ...]
+    return list(chain.from_iterable(names))
+
+
+_TYPES: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def _range(field: FieldInfo) -> str:
-    bounds = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    inner = [
-        item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())
-    ]
-    rules = [*field.metadata, *(rule for item in inner for rule in getattr(item, "metadata", ()))]
-    known = [
-        (sign, getattr(rule, name)) for rule in rules for name, sign in bounds.items() if hasattr(rule, name)
-    ]
-    limits = [
-        f"{sign} {limit}" for sign, limit in known if limit < 2**16
-    ]  # above are those that nobody meets
+    """Return the bounds of a number, without those that are so large that nobody reaches them."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    rules = [*field.metadata, *_rules_of_parts(field)]
+    bounds = [(sign, getattr(rule, name, None)) for rule in rules for name, sign in signs.items()]
+    limits = [f"{sign} {limit}" for sign, limit in bounds if limit is not None and limit < 2**16]
     return ", " + ", ".join(limits) if limits else ""
+
+
+def _rules_of_parts(field: FieldInfo) -> Iterator[object]:
+    """Yield the rules of the parts of a union such as `Positive | None`."""
+    for part in get_args(field.annotation):
+        for item in getattr(part, "__metadata__", ()):
+            yield from getattr(item, "metadata", ())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is true of each pipeline schedule, written down once.
+"""Facts about each pipeline schedule, written once.
 
 The job file, the checks, the planner, the formulas of memory and time, and the runtime all read this table.
 The lists of actions themselves are in `plan/schedule.py`, whose docstring explains the schedules; the tests
@@ -18,7 +18,7 @@ from shardwise.plurals import counted
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-"""All names. The planner's candidates hold a schedule as its index in this tuple."""
+"""All names. The planner's candidates store a schedule as its index in this tuple."""
 DEFAULT_SCHEDULE: ScheduleName = "1f1b"
 
 Numbers = Any
@@ -28,19 +28,19 @@ Formula = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 
 class Pipeline(Protocol):
-    """The part of a layout that says how a pipeline runs: a `Layout`, or the cost model's `Space`."""
+    """The settings of a pipeline, which a `Layout` and the cost model's `Space` have."""
 
     @property
-    def pipeline(self) -> Any:
-        """Number of pipeline ranks."""
+    def pipeline(self) -> Numbers:
+        """Number of ranks in the pipeline."""
 
     @property
-    def schedule(self) -> Any:
+    def schedule(self) -> Numbers:
         """Name of the schedule, or an array of indices in SCHEDULES."""
 
     @property
-    def stages_per_rank(self) -> Any:
-        """Number of stages asked for; None where the schedule decides."""
+    def stages_per_rank(self) -> Numbers:
+        """Number of stages asked for; None: the schedule decides."""
 
 
 def _all(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
@@ -65,33 +65,33 @@ def _dual_pipe(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is true of one schedule.
+    """Facts about one schedule.
 
-    Where a formula gives more than m, the number is m. Where `is_interleaved`, the formulas hold if p divides
-    m: other steps have longer rounds, and keep a little more.
+    If a formula gives more than m, the number is m. With `is_interleaved`, the formulas hold if p divides m;
+    otherwise rounds are longer, and a little more is kept.
     """
 
     stages_per_rank: int = 1
-    """Stages that a rank holds. Only a default where `is_interleaved`."""
+    """Number of stages that a rank holds; only a default with `is_interleaved`."""
     is_interleaved: bool = False
     """Whether a job may choose how many stages a rank holds. Stage s is then on rank s mod p."""
     is_in_a_v: bool = False
-    """Whether the model goes down the ranks and comes back, so that the first rank has both ends of it."""
+    """Whether stages go from the first rank to the last and back, so that the first rank has both ends."""
     splits_backward: bool = False
-    """Whether the gradients of inputs and of weights are computed apart."""
+    """Whether the gradients of inputs and of weights are computed separately."""
     bubble: float = 1.0
-    """Seconds that a rank waits, over (p - 1) times the seconds that a micro-batch takes on a rank, for
-    equal stages. Divide it by v where `is_interleaved`."""
+    """Seconds that a rank waits, divided by (p - 1) times the seconds of a micro-batch on a rank, for equal
+    stages. With `is_interleaved`, divide it by v."""
     held_by_first: Formula = _one_per_rank
-    """Micro-batches whose activations (of all stages of a rank) the first rank keeps at once."""
+    """Number of micro-batches whose activations the first rank keeps at once, over all its stages."""
     held_by_last: Formula = _one_per_rank
-    """The same for the last rank."""
+    """Number of micro-batches whose activations the last rank keeps at once."""
     halved_on_first: Formula = _none
-    """Micro-batches whose backward runs in two halves through the model's last stage on the first rank."""
+    """Number of micro-batches whose backward is split in the model's last stage, on the first rank."""
     moving_parts: float = 1.0
-    """How complicated it is, for the choice between layouts that take equally long."""
+    """How complicated the schedule is; decides between layouts that take equally long."""
     is_proposed: bool = True
-    """Whether the planner tries it without being asked."""
+    """Whether the planner tries it if the job does not name it."""
 
 
 SCHEDULE_FACTS: dict[str, ScheduleFacts] = {
@@ -122,37 +122,37 @@ SCHEDULE_FACTS: dict[str, ScheduleFacts] = {
 assert tuple(SCHEDULE_FACTS) == SCHEDULES, "every schedule has an entry, in the order of the names"
 
 
-def of_schedule(schedule: Any, value: Callable[[ScheduleFacts], Numbers]) -> Numbers:
-    """The value that a schedule has; an array of values where `schedule` is an array of indices."""
+def schedule_value(schedule: Numbers, value: Callable[[ScheduleFacts], Numbers]) -> Numbers:
+    """Return a fact of a schedule; an array of facts if `schedule` is an array of indices."""
     if isinstance(schedule, str):
         return value(SCHEDULE_FACTS[schedule])
     return schedule.choose([value(facts) for facts in SCHEDULE_FACTS.values()])
 
 
 def splits_backward(layout: Pipeline) -> Numbers:
-    """Whether the gradients of inputs and of weights are computed apart."""
-    return (layout.pipeline > 1) & of_schedule(layout.schedule, lambda facts: facts.splits_backward)
+    """Whether the gradients of inputs and of weights are computed separately."""
+    return (layout.pipeline > 1) & schedule_value(layout.schedule, lambda facts: facts.splits_backward)
 
 
 def is_in_a_v(layout: Pipeline) -> Numbers:
-    """Whether the model goes down the pipeline ranks and comes back."""
-    return (layout.pipeline > 1) & of_schedule(layout.schedule, lambda facts: facts.is_in_a_v)
+    """Whether stages go from the first pipeline rank to the last and back."""
+    return (layout.pipeline > 1) & schedule_value(layout.schedule, lambda facts: facts.is_in_a_v)
 
 
 def is_interleaved(layout: Pipeline) -> Numbers:
-    """Whether each pipeline rank holds as many stages as the layout says, in a loop."""
-    return (layout.pipeline > 1) & of_schedule(layout.schedule, lambda facts: facts.is_interleaved)
+    """Whether each pipeline rank holds several stages in a loop, as many as the layout says."""
+    return (layout.pipeline > 1) & schedule_value(layout.schedule, lambda facts: facts.is_interleaved)
 
 
 def stages_per_rank(layout: Pipeline) -> Numbers:
-    """Number of pipeline stages on a device: as asked where the schedule leaves a choice, else its own."""
-    usual = of_schedule(layout.schedule, lambda facts: facts.stages_per_rank)
+    """Return the number of stages of a rank: the layout's if the schedule allows it, else the schedule's."""
+    usual = schedule_value(layout.schedule, lambda facts: facts.stages_per_rank)
     asked = usual if layout.stages_per_rank is None else layout.stages_per_rank
-    return usual + of_schedule(layout.schedule, lambda facts: facts.is_interleaved) * (asked - usual)
+    return usual + schedule_value(layout.schedule, lambda facts: facts.is_interleaved) * (asked - usual)
 
 
 def problem_of_stages(schedule: str, asked: int | None) -> str | None:
-    """Why the schedule cannot have this number of stages per rank; None where it can."""
+    """Return why the schedule does not support this number of stages per rank; None if it does."""
     facts = SCHEDULE_FACTS[schedule]
     if asked is None or (asked >= 1 if facts.is_interleaved else asked == facts.stages_per_rank):
         return None
@@ -165,6 +165,6 @@ def problem_of_stages(schedule: str, asked: int | None) -> str | None:
 
 
 def names_in_words(holds: Callable[[ScheduleFacts], bool]) -> str:
-    """The schedules for which something holds, as the documentation of a setting lists them."""
+    """Return the schedules for which a condition holds, as a list in words."""
     *others, last = [f"`{name}`" for name, facts in SCHEDULE_FACTS.items() if holds(facts)]
     return f"{', '.join(others)} and {last}"

@@ -1,6 +1,6 @@
-"""What a user may ask for: one frozen, typed section per table of the TOML file.
+"""The settings of a job: one frozen, typed section per table of the TOML file.
 
-These definitions are the single source of truth. Reading, validation, `shardwise train --help` and
+These definitions are the only ones. Reading, validation, `shardwise train --help` and
 docs/configuration.md are all made from them, so a field is documented by its `description` here and nowhere
 else. The table of a driver is defined in the driver's own file, and collected here from the registry of
 drivers. No torch in this package.
@@ -8,7 +8,7 @@ drivers. No torch in this package.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -31,7 +31,7 @@ SPELLINGS = {
     "layout": LAYOUT_SPELLINGS,
     "checkpoint": {"async": "background"},
 }
-"""By section, keys as other libraries spell them, and ours."""
+"""For each section, our keys by the names that other libraries use."""
 
 
 class Source(Section):
@@ -44,13 +44,13 @@ class Source(Section):
 
 
 class Data(Section):
-    """What to train on."""
+    """The training data, and how it is read."""
 
     source: str | None = Field(
         None,
-        description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; of records "
-        "with `messages`, or "
-        "with `prompt` and `completion`, the answers are learnt (docs/fine-tuning.md)",
+        description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; in records "
+        "with `messages`, or with `prompt` and `completion`, only the answers are learnt "
+        "(docs/fine-tuning.md)",
     )
     sources: tuple[Source, ...] = Field(
         (),
@@ -60,38 +60,35 @@ class Data(Section):
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
     end_of_document: str | None = Field(
         None,
-        description="the token that closes each document; left out: the first of the usual ones that the "
+        description="the token that ends each document; left out: the first usual end token that the "
         "tokenizer has",
     )
-    text_field: str = Field(
-        "text", description="the column holding the text in JSONL, Parquet and Arrow files"
-    )
-    sequence_length: Length = Field(256, description="tokens a sequence")
+    text_field: str = Field("text", description="the column of the text in JSONL, Parquet and Arrow files")
+    sequence_length: Length = Field(256, description="tokens per sequence")
     held_out: float = Field(
         0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on"
     )
     reset_attention: bool = Field(
         False,
-        description="tokens see only their own document, and no loss is taken across a document boundary; "
-        "conversations are "
-        "always kept apart so",
+        description="tokens attend only to their own document, and the loss skips document boundaries; "
+        "conversations are always separated this way",
     )
     cache: str = Field(
         ".shardwise/data",
         min_length=1,
-        description="where sources that are not prepared yet are tokenised to",
+        description="folder for the tokens of sources that are not prepared yet",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _lists_to_tuples(cls, values: Any) -> Any:
+    def _lists_to_tuples(cls, values: object) -> object:
         if isinstance(values, dict) and isinstance(values.get("sources"), list):
             values = {**values, "sources": tuple(values["sources"])}
         return values
 
 
 class Train(Section):
-    """How to train."""
+    """The length, batch, learning rate and precision of training."""
 
     driver: DriverName = Field(
         "synchronous",
@@ -100,12 +97,11 @@ class Train(Section):
         + ". See docs/asynchronous.md",
     )
     steps: Positive = Field(100, description="optimizer steps")
-    global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
+    global_batch: Batch = Field(32, description="sequences per optimizer step, over all devices")
     micro_batch: Positive | None = Field(
         None,
-        description="sequences one forward sees on one device; left out: planned where the job names a "
-        "cluster or no layout, "
-        "else the device's whole share",
+        description="sequences in one forward pass on one device; left out: planned if the job names a "
+        "cluster or no layout, else the device's whole share of the batch",
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     final_learning_rate: float = Field(
@@ -121,21 +117,20 @@ class Train(Section):
     clip: float | None = Field(
         1.0,
         gt=0,
-        description="largest global gradient norm; `false` for none. With the optimizer `1bit-adam`, once "
-        "compression begins, the largest norm of summed momenta",
+        description="largest global gradient norm; `false`: no clipping. With the optimizer `1bit-adam`, "
+        "once compression begins, the largest norm of the summed momenta",
     )
     precision: Precision = Field(
         "float32",
-        description="dtype of the computation; weights stay in `state_dtype`. float8: products in 8 bits, "
-        "the rest as in "
-        "bfloat16; see docs/precision.md",
+        description="dtype of the computation; weights stay in `state_dtype`. float8: matrix products in 8 "
+        "bits, the rest as in bfloat16; see docs/precision.md",
     )
     float8_scaling: Literal["delayed", "dynamic"] = Field(
         "delayed",
-        description="scales of float8 tensors: from the steps before, the same on every layout, or from the "
-        "tensor itself",
+        description="how float8 tensors are scaled: by the maxima of earlier steps, the same on every "
+        "layout, or by the tensor's own maximum",
     )
-    float8_head: bool = Field(True, description="in float8, the products of the output head too")
+    float8_head: bool = Field(True, description="in float8, compute the output head in float8 too")
     float8_leave_out: tuple[str, ...] = Field(
         (),
         description='modules whose products stay in bfloat16, with * for any text: `["blocks.0.*", '
@@ -145,53 +140,49 @@ class Train(Section):
     state_dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto",
         description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision; "
-        "bfloat16 is half "
-        "as large, rounded by chance, and noisier",
+        "bfloat16 takes half the memory and is rounded at random, which adds noise",
     )
     initial_scale: float = Field(65536.0, gt=0, description="first loss scale of float16")
     scale_every: Positive = Field(2000, description="clean steps after which the float16 loss scale doubles")
     recompute: Recompute | float = Field(
         "none",
         description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention "
-        "outputs), "
-        "`all-but-attention` (keeps attention outputs), `full`, or a number from 0 (recompute all) to 1 "
-        "(keep all)",
+        "outputs), `all-but-attention` (keeps attention outputs), `full`, or a number from 0 (recompute all) "
+        "to 1 (keep all)",
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
     deterministic: bool = Field(
         False,
-        description="on GPUs: only kernels that add in one order, so that a run repeats to the last bit; "
-        "CPUs always do",
+        description="on GPUs: use only kernels that add in a fixed order, so that a run repeats to the last "
+        "bit; CPUs always do",
     )
     evaluate_every: NonNegative = Field(
         0, description="steps between evaluations on the held-out split; 0: only at the end"
     )
-    evaluate_sequences: Positive = Field(256, description="held-out sequences an evaluation reads, at most")
+    evaluate_sequences: Positive = Field(
+        256, description="largest number of held-out sequences that an evaluation reads"
+    )
     check_every: NonNegative = Field(
         0,
-        description="steps between checks that copies of weights agree and every parameter got a gradient; "
-        "0: never",
+        description="steps between checks that copies of weights are equal and every parameter received a "
+        "gradient; 0: never",
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="decides the weights and the order of the data")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="seed of the initial weights and of the order of the data"
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _friendly_values(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = dict(values)
-            if values.get("clip") is False:
-                values["clip"] = None
-            lists = {
-                name: tuple(values[name])
-                for name in ("float8_leave_out",)
-                if isinstance(values.get(name), list)
-            }
-            values |= lists
+    def _toml_values(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("clip") is False:
+            values = {**values, "clip": None}
+        if isinstance(values, dict) and isinstance(values.get("float8_leave_out"), list):
+            values = {**values, "float8_leave_out": tuple(values["float8_leave_out"])}
         return values
 
 
 class Checkpoint(Section):
-    """When to save, where, and what to start from."""
+    """When and where to save checkpoints, and which one to start from."""
 
     every: NonNegative = Field(0, description="steps between saves; 0: as often as `every_minutes` says")
     every_minutes: float = Field(
@@ -199,9 +190,9 @@ class Checkpoint(Section):
         ge=0,
         description="minutes between saves where `every` is 0; 0: only at the end and when asked to stop",
     )
-    keep: Positive = Field(2, description="newest checkpoints kept")
+    keep: Positive = Field(2, description="number of newest checkpoints that are kept")
     keep_every: NonNegative = Field(
-        0, description="also keep, for good, each checkpoint whose step this divides; 0: none"
+        0, description="also keep each checkpoint whose step is a multiple of this number; 0: none"
     )
     attempts: NonNegative = Field(
         10,
@@ -210,12 +201,12 @@ class Checkpoint(Section):
     )
     background: bool = Field(
         True,
-        description="go on training while a checkpoint is written, after one copy in host memory (`async` is "
-        "accepted too)",
+        description="continue training while a checkpoint is written, after one copy to host memory (`async` "
+        "is accepted too)",
     )
     folder: str | None = Field(
         None,
-        description="a folder or any address fsspec knows, such as `s3://bucket/run`; left out: "
+        description="a folder or any address that fsspec supports, such as `s3://bucket/run`; left out: "
         "`checkpoints` in run.folder",
     )
     resume: Literal["auto", "never"] | str = Field(
@@ -225,7 +216,7 @@ class Checkpoint(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _peer_spelling(cls, values: Any) -> Any:
+    def _peer_spelling(cls, values: object) -> object:
         if isinstance(values, dict) and "async" in values:
             if "background" in values:
                 raise ValueError("background is given twice, once as async; keep one")
@@ -234,19 +225,18 @@ class Checkpoint(Section):
 
 
 class Recovery(Section):
-    """What to do when workers fail. Who may join is asked on the command line: --min-workers,
-    --max-workers."""
+    """What to do when workers fail. The options --min-workers and --max-workers decide who may join."""
 
     attempts: Positive = Field(
         3, description="failures at one and the same step after which the run stops and says why"
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="seconds without a step done that count as a hang; left out: 30 times the usual step, at "
-        "least 60",
+        description="seconds without a completed step that count as a hang; left out: 30 times the usual "
+        "step, at least 60",
     )
     start_seconds: float = Field(
-        1800.0, gt=0, description="seconds until the first step is done that count as a hang"
+        1800.0, gt=0, description="seconds without a completed first step that count as a hang"
     )
     copies: NonNegative = Field(
         0,
@@ -256,13 +246,13 @@ class Recovery(Section):
     straggler: float = Field(
         1.5,
         gt=1,
-        description="a device that needs this many times the median time for its own work, for a while, "
-        "is named",
+        description="a device is reported if it takes this many times the median time for its own work, for "
+        "a while",
     )
 
 
 class Observe(Section):
-    """What to show and keep."""
+    """What a run logs and shows."""
 
     tensorboard: bool = Field(
         False, description="write TensorBoard event files (needs the `tensorboard` extra)"
@@ -276,13 +266,13 @@ class Observe(Section):
     sample_tokens: Positive = Field(200, description="length of that continuation")
     trace: NonNegative = Field(
         0,
-        description="write a timeline of so many steps after the first; on GPUs, torch's profile of them; "
+        description="number of steps after the first whose timeline is written (on GPUs, torch's profile); "
         "0: none",
     )
 
 
 class Run(Section):
-    """Where it runs, and where results go."""
+    """The folder of the results, and the kind of device."""
 
     folder: str = Field(
         "runs/default",
@@ -292,13 +282,13 @@ class Run(Section):
     )
     device: Device = Field(
         "auto",
-        description="what workers compute on; auto: a GPU each where there are as many, else the CPU; "
-        "cuda: GPUs, shared where there are fewer",
+        description="what workers compute on; auto: one GPU per worker if there are enough, else the CPU; "
+        "cuda: GPUs, shared if there are fewer",
     )
 
 
-def _named_optimizer(value: Any) -> Any:
-    """Return the optimizer that a table names; a value that is no table is left to pydantic."""
+def _named_optimizer(value: object) -> object:
+    """Return the optimizer that a table names. pydantic judges a value that is not a table."""
     return from_table(value) if isinstance(value, dict) else value
 
 
@@ -311,15 +301,15 @@ class _TablesOfEveryJob(Section):
     optimizer: Annotated[SerializeAsAny[Optimizer], BeforeValidator(_named_optimizer)] = Field(
         default_factory=lambda: from_table({}), description="how weights are updated"
     )
-    layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
+    layout: Layout = Field(default_factory=Layout, description="how devices share the work; left out: chosen")  # type: ignore[arg-type]
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,  # type: ignore[arg-type]
-        description="what it runs on; left out: this machine",
+        description="the cluster to plan for; left out: this machine",
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
-    observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
-    run: Run = Field(default_factory=Run, description="on what it runs, and where results go")  # type: ignore[arg-type]
+    observe: Observe = Field(default_factory=Observe, description="what a run logs and shows")  # type: ignore[arg-type]
+    run: Run = Field(default_factory=Run, description="the folder of the results, and the kind of device")  # type: ignore[arg-type]
 
 
 if TYPE_CHECKING:
@@ -345,12 +335,11 @@ SECTIONS: dict[str, type[Section]] = {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type)
 }
-"""By its name, the definition of each table of a job."""
+"""The definition of each table of a job, by its name."""
 
 
 def keys_of(section: str) -> dict[str, FieldInfo]:
-    """Return the keys that a table of a job may have. Those of [optimizer] are the keys of all our
-    optimizers: which of them a job may write depends on the one that it names."""
+    """Return the keys that a table of a job may have; for [optimizer], those of all our optimizers."""
     if section != "optimizer":
         return SECTIONS[section].model_fields
     keys: dict[str, FieldInfo] = {}

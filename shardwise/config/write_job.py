@@ -1,22 +1,22 @@
-"""A `Config` back to TOML, so that a run folder holds the job exactly as it was understood."""
+"""Write a `Config` as TOML, so that a run folder has the job as it was read."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import tomli_w
 
 from shardwise.config.layout import Layout
 from shardwise.config.schema import Config
+from shardwise.files import Json
 
 PLANNED = {"layout": set(Layout.model_fields), "train": {"micro_batch", "recompute"}}
-"""The settings that a plan decides where a job leaves them out."""
+"""Settings that a plan decides if a job leaves them out."""
 
 
 def to_toml(config: Config, *, as_asked: bool = False) -> str:
-    """Every key of every section, defaults included; keys that are unset are left out. `as_asked`: of the
-    settings that a plan decides only those that the job gives, so that reading it again leaves the same ones
-    open.
+    """Return the job as TOML, with every key that has a value.
+
+    `as_asked` leaves out settings of a plan that the job does not give, so that a new plan decides them
+    again.
     """
     tables = {name: _without_unset(getattr(config, name).model_dump()) for name in Config.model_fields}
     if config.train.clip is None:
@@ -27,5 +27,5 @@ def to_toml(config: Config, *, as_asked: bool = False) -> str:
     return tomli_w.dumps(tables)
 
 
-def _without_unset(section: dict[str, Any]) -> dict[str, Any]:
+def _without_unset(section: Json) -> Json:
     return {key: value for key, value in section.items() if value is not None and value != ()}

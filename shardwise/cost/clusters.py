@@ -215,7 +215,6 @@ def _of(cluster: Cluster, devices: int, asked: str) -> Cluster:
         below = devices // per_node * per_node
         raise UserError(
             f"{asked}: {devices} devices are not whole nodes of {per_node}; use {below} or "
-            f"{below + per_node}, "
-            "or a cluster.file with another devices_per_node"
+            f"{below + per_node}, or a cluster.file with another devices_per_node"
         )
     return cluster.of(devices)

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.config.axes import RANK_AXES
-from shardwise.config.layout_rules import borrowed
+from shardwise.config.layout_rules import borrowed_devices
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
 from shardwise.plan.grid import EXPERT_SHARDS, base, devices
@@ -85,7 +85,7 @@ def _distance(axis: str, space: Space) -> Ints:
     apart = np.ones(len(space), dtype=np.int64)
     for inner in RANK_AXES[RANK_AXES.index(name) + 1 :]:
         apart = apart * getattr(space, inner)
-    return apart * borrowed(space)[name] if half == "outer" else apart
+    return apart * borrowed_devices(space)[name] if half == "outer" else apart
 
 
 def wire_factor(kind: str, members: Array) -> Array:

@@ -197,7 +197,9 @@ def _attention(
         side, inner = np.full_like(pairs, length), np.full_like(pairs, model.head_dim)
         once = 2 * heads * product(side, side, inner, device, precision, sharing)
         return once, 2 * once, pairs * SCORE_BYTES
-    windowed = sum(model.sees(layer, length) < length for layer in range(model.layers)) / model.layers
+    windowed = (
+        sum(model.visible_tokens(layer, length) < length for layer in range(model.layers)) / model.layers
+    )
     flops = (
         4 * pairs * (1 + windowed) / 2 * model.head_dim
     )  # kernels that take a mask compute what it hides too

@@ -13,7 +13,7 @@ from shardwise.config.compression import is_compressed
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.model import Model
 from shardwise.config.parameters import parameter_shapes
-from shardwise.config.schedules import of_schedule
+from shardwise.config.schedules import schedule_value
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
 from shardwise.cost.software import Software
 from shardwise.cost.space import (
@@ -72,7 +72,7 @@ class FirstRank:
     def halved(self) -> Ints:
         """Micro-batches whose backward runs in two halves through the model's last stage, on rank 0."""
         m, p, v = self.space.accumulation, self.space.pipeline, self.space.stages_per_rank
-        most = of_schedule(self.space.schedule, lambda facts: facts.halved_on_first(m, p, v))
+        most = schedule_value(self.space.schedule, lambda facts: facts.halved_on_first(m, p, v))
         return np.where(p > 1, np.minimum(m, most), 0)
 
     @cached_property

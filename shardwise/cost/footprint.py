@@ -28,7 +28,7 @@ import numpy as np
 
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.model import Model
-from shardwise.config.schedules import of_schedule
+from shardwise.config.schedules import schedule_value
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, kept_weights
@@ -49,7 +49,7 @@ from shardwise.cost.space import (
 from shardwise.cost.stage_blocks import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import wide
-from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
+from shardwise.plan.engine import CONCURRENT_SUMS, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers
 from shardwise.plan.slices import Part, Parts, parts_of, with_peers
@@ -130,8 +130,8 @@ def in_flight(space: Space) -> tuple[Array, Array]:
     """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at
     once."""
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
-    first = of_schedule(space.schedule, lambda facts: facts.held_by_first(m, p, v))
-    last = of_schedule(space.schedule, lambda facts: facts.held_by_last(m, p, v))
+    first = schedule_value(space.schedule, lambda facts: facts.held_by_first(m, p, v))
+    last = schedule_value(space.schedule, lambda facts: facts.held_by_last(m, p, v))
     alone = p == 1
     return np.where(alone, 1.0, np.minimum(m, first)), np.where(alone, 1.0, np.minimum(m, last))
 
@@ -292,7 +292,7 @@ def _units(
     reducing = (gradient + weight) * largest
     if cluster.device_type == "cpu":
         reducing = reducing + gradient * (
-            largest + 2 * np.minimum(SUMS_UNDER_WAY, held.cut.first) * held.block
+            largest + 2 * np.minimum(CONCURRENT_SUMS, held.cut.first) * held.block
         )
     return gathered, np.where(engine.zero >= 2, reducing, 0.0)
 

@@ -28,7 +28,7 @@ from functools import reduce
 
 import numpy as np
 
-from shardwise.config.schedules import is_interleaved, of_schedule, splits_backward
+from shardwise.config.schedules import is_interleaved, schedule_value, splits_backward
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.footprint import Holdings
 from shardwise.cost.price import Busy, Priced
@@ -153,7 +153,7 @@ def step_of(
 def bubble(space: Space, slowest: Array) -> Array:
     """Seconds for which ranks wait where equal stages take so long on each of them. The finalists of a search
     are played through action by action instead (plan/timeline.py)."""
-    factor = of_schedule(space.schedule, lambda facts: facts.bubble)
+    factor = schedule_value(space.schedule, lambda facts: facts.bubble)
     stages = np.where(is_interleaved(space), space.stages_per_rank, 1)
     idle: Array = (space.pipeline - 1) * slowest * factor / stages
     return idle

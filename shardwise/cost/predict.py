@@ -202,8 +202,7 @@ def _check_precision(work: Workload, cluster: Cluster) -> None:
         known = ", ".join(name for name in get_args(Precision) if name in cluster.device.peak)
         raise UserError(
             f"train.precision = {work.precision!r}: how fast {cluster.device.name} computes in it is not "
-            f"known; use one of "
-            f"{known}, or give device.peak.{work.precision} in a cluster.file"
+            f"known; use one of {known}, or give device.peak.{work.precision} in a cluster.file"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.config.schedules import is_in_a_v, stages_per_rank
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, distinct
-from shardwise.plan.schedule import placement, rounds
+from shardwise.plan.schedule import placement, round_count
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def gathered_in_vain(work: Workload, space: Space, stack: Software) -> Ints:
     forwards of two rounds are more than the forwards that run ahead of backward.
     """
     stages = space.stages_per_rank
-    dealt = rounds(space.accumulation, space.pipeline)
-    two_rounds, longest = -(-2 * space.accumulation // dealt), -(-space.accumulation // dealt)
+    rounds = round_count(space.accumulation, space.pipeline)
+    two_rounds, longest = -(-2 * space.accumulation // rounds), -(-space.accumulation // rounds)
     ahead = 2 * space.pipeline - 3 + (stages - 1) * longest
-    first = np.where(dealt > 1, ahead // two_rounds + 1, stages)
+    first = np.where(rounds > 1, ahead // two_rounds + 1, stages)
     which, index = distinct([space.pipeline, stages])
     # from_here[cut, k]: stages k and later of that cut that have several blocks; a stage of one block has it
     # gathered still

@@ -31,7 +31,7 @@ from shardwise.observe.goodput import goodput
 from shardwise.observe.memory_use import memory_kind
 from shardwise.observe.records import Record, read_events, read_metrics
 from shardwise.observe.totals import RunTotals
-from shardwise.plan import KeptLayout, KeptPlan, read_plan
+from shardwise.plan import SavedLayout, SavedPlan, read_plan
 
 CURVE_POINTS = 240
 """Maximum number of points of the loss curve."""
@@ -129,7 +129,7 @@ class _Job(TypedDict, total=False):
     """The fields of a run's config.toml that are shown, whichever version wrote it."""
 
     train: _TrainTable
-    layout: KeptLayout
+    layout: SavedLayout
 
 
 def _job(folder: Path) -> _Job:
@@ -169,7 +169,7 @@ def _planned_since(events: Sequence[Record]) -> int:
     return since
 
 
-def _predicted(plan: KeptPlan, steps: Sequence[Record], start: Record) -> list[Row] | None:
+def _predicted(plan: SavedPlan, steps: Sequence[Record], start: Record) -> list[Row] | None:
     """Return predicted and measured values, term by term; null if the plan predicted nothing."""
     predicted = plan.get("predicted")
     if not predicted or not steps:

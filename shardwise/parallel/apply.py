@@ -63,7 +63,7 @@ def parallelise(plan: Plan, comm: Comm) -> ParallelModel:
     table, embeddings = table_of(plain), _embeddings(plain)
     positions = lru_cache(maxsize=8)(partial(own_positions, shape, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(shape, layout)
-    seeds = Seeds(plan.model.seed, comm) if plan.model.is_own_module else None
+    seeds = Seeds(plan.model.seed, comm) if plan.model.is_user_module else None
     scaled = [name for name, module in plain.named_modules() if isinstance(module, Scale)]
     if layout.pipeline == 1:
         part = _part(plan, plain, table, comm, seeds)
@@ -94,9 +94,9 @@ def build_plain(spec: ModelSpec) -> nn.Module:
     """Return the whole model as on one device: weights without memory, buffers with their values."""
     compute = DTYPES[spec.dtypes.compute]
     with weights_without_memory(spec.seed):
-        model = (build_own if spec.is_own_module else Transformer)(spec.shape)
+        model = (build_own if spec.is_user_module else Transformer)(spec.shape)
     _store_weights_in(model, DTYPES[spec.dtypes.states])
-    if spec.is_own_module:
+    if spec.is_user_module:
         model = adapt(model, compute)
     for module in model.modules():
         if isinstance(module, Embedding):
@@ -166,7 +166,7 @@ def _recompute_and_compile(plan: Plan, model: nn.Module, table: Sharding, compil
     - Selective recomputation always inside: it goes by operators, which it would not see around compiled
       code.
     """
-    draws, layout, mode = plan.model.is_own_module, plan.layout, plan.recompute
+    draws, layout, mode = plan.model.is_user_module, plan.layout, plan.recompute
     ours = not draws and not plan.model.shape.experts
     whole_graph = layout.tensor == layout.context == layout.expert == 1 and ours
     around = compiled and not whole_graph and mode == "full"
@@ -200,7 +200,7 @@ def _on_data_axes(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> 
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
     gathers = _gathers(plan, model, table, comm)
     experts = expert_modules(model, table)
-    root_is_last = layout.pipeline == 1 and not spec.is_own_module and _ends_with_head(spec.shape)
+    root_is_last = layout.pipeline == 1 and not spec.is_user_module and _ends_with_head(spec.shape)
     units = _units(model, table)
     sharded = shard(
         model, units, routers, experts, comm, compute, reduce, engine, settings, gathers, root_is_last

@@ -70,7 +70,7 @@ from shardwise.comm import (
 )
 from shardwise.models.float8_products import ScaledProduct
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
-from shardwise.plan.engine import SUMS_UNDER_WAY, Engine
+from shardwise.plan.engine import CONCURRENT_SUMS, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 
@@ -368,7 +368,7 @@ class _Collectives:
         """By axis."""
         self.copies: list[CompressedCopies] = []
         """What sums each unit's gradients over its copies, where they are compressed."""
-        self.behind = SumsBehind(comm, SUMS_UNDER_WAY)
+        self.behind = SumsBehind(comm, CONCURRENT_SUMS)
         """On a CPU, sums over shards that go on behind backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:

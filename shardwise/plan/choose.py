@@ -1,10 +1,9 @@
-"""From what was asked to what will run: `choose` makes a `Plan` for so many devices, `fit` for as many of
-them as can be used.
+"""Make a `Plan` from a job: `choose` for a number of devices, `fit` for as many of them as can be used.
 
-What the user leaves open is filled in: `data` takes the devices that are left, `zero` is the lowest stage
-whose model states fit in the memory given (a lower stage communicates less), stages are cut evenly by time. A
-search (search/) may have filled in more before; then `asked` is the job as it was given, so that the plan can
-say of each setting who decided it.
+Settings that the user leaves out are filled in: `data` takes the remaining devices, `zero` is the lowest
+stage whose model states fit in memory (a lower stage communicates less), and stages are cut evenly by time. A
+search (search/) may have filled in more before; then `asked` is the job as the user wrote it, so that the
+plan can record who decided each setting.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardwise.config import (
     RANK_AXES,
@@ -22,56 +20,63 @@ from shardwise.config import (
     context_attention,
     divisors,
     least_zero,
-    nearest_layout,
-    nearest_to,
+    nearest_layout_settings,
+    nearest_possible_layout,
     problems_of_layout,
     stages_per_rank,
-    with_nearby_that_divides,
+    with_dividing_backward_shards,
 )
 from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
-from shardwise.config.parameters import OwnParameters, count
+from shardwise.config.parameters import ModuleParameters, count
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError
+from shardwise.files import Json
 from shardwise.plan.cut_stages import stage_blocks
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8_choice import unknown_patterns
-from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
+from shardwise.plan.flops import (
+    FLOP_CONVENTION,
+    MODULE_FLOP_CONVENTION,
+    flops_per_token,
+    module_flops_per_token,
+)
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.model_spec import ModelSpec
 from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plurals import counted
 from shardwise.units import GIB
 
-MICRO_BATCHES_A_STAGE = 4
+MICRO_BATCHES_PER_STAGE = 4
+"""Number of micro-batches per pipeline stage that keeps the bubble small."""
 STATE_SHARE = 0.6
-"""Share of a device's memory that model states may take when `zero` is chosen; the rest is for
-activations."""
+"""Share of a device's memory for model states when `zero` is chosen; the rest is for activations."""
 OPEN = (None, -1, "auto")
-"""Values of a setting that leave it open, like leaving it out."""
+"""Values of a setting that mean the same as leaving it out."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A job as it was given, where something else than `choose` decided some of it since, and why that
-    did."""
+class OriginalJob:
+    """A job as the user wrote it, before a search or a change of devices decided some settings."""
 
     config: Config
     why: str
+    """Reason of the settings that were decided."""
     whys: Mapping[str, str] = field(default_factory=dict)
-    """Of single settings of the layout, where the reason is another."""
+    """Reasons of single settings of the layout that differ from `why`."""
 
 
 def choose(
     config: Config,
     devices: int,
     memory_bytes: float | None = None,
-    parameters: OwnParameters | None = None,
-    asked: Asked | None = None,
+    parameters: ModuleParameters | None = None,
+    asked: OriginalJob | None = None,
 ) -> Plan:
-    """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`:
-    as counted in a user's own module; None: as the configuration says. `asked`: the job before something else
-    decided some of it.
+    """Return the plan for a job on a number of devices with this much memory each (None: unknown).
+
+    `parameters` are the counts of a user's module; None: the transformer's. `asked` is the job as the user
+    wrote it, if something else decided some settings since.
     """
     layout = _with_data(config, devices)
     problems = [
@@ -107,11 +112,11 @@ def choose(
         one_copy=driver_of(config).why_unsharded is not None,
         parameters=parameters.total if parameters else count(config.model),
         frozen=parameters.frozen if parameters else 0,
-        flops_per_token=own_flops_per_token(parameters)
+        flops_per_token=module_flops_per_token(parameters)
         if parameters
         else flops_per_token(config.model, length),
         state_bytes=states,
-        flop_convention=OWN_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
+        flop_convention=MODULE_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
 
 
@@ -120,46 +125,42 @@ def fit(
     devices: int,
     least: int,
     memory_bytes: float | None = None,
-    parameters: OwnParameters | None = None,
-    asked: Asked | None = None,
+    parameters: ModuleParameters | None = None,
+    asked: OriginalJob | None = None,
 ) -> Plan | None:
-    """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer
-    than `least`.
+    """Return the plan for as many of these devices as a layout near the job's can use; None if below `least`.
 
-    A run that lost devices goes on under it. On each number of devices, from all of them down, only the data
-    axis is changed if that will do; else the nearest layout is taken. A micro-batch that was not asked for is
-    cut to what divides the share that a device has here: else devices would idle for a number that nobody
-    gave.
+    A run that lost devices continues under it. For each number of devices, from all of them down, only the
+    data axis is changed if that is enough; else the nearest layout is taken. A micro-batch that the user did
+    not give is lowered to a divisor of a device's share, so that no device is left out because of it.
     """
     most = config.train.micro_batch if asked and asked.config.train.micro_batch is None else None
     train = config.train.model_copy(update={"micro_batch": None}) if most else config.train
     for world in range(devices, least - 1, -1):
-        relaxed = with_nearby_that_divides(
+        relaxed = with_dividing_backward_shards(
             config.layout.model_copy(update={"data": -1}), world // config.layout.fixed
         )
-        nearest = nearest_to(config.model, config.data, train, relaxed, world)
+        nearest = nearest_possible_layout(config.model, config.data, train, relaxed, world)
         near = f"the nearest that works on {world} of {devices} devices"
-        changed = Asked(asked.config if asked else config, near, asked.whys if asked else {})
-        for layout in (config.layout, relaxed, *([nearest] if nearest else [])):
+        changed = OriginalJob(asked.config if asked else config, near, asked.whys if asked else {})
+        for layout in filter(None, (config.layout, relaxed, nearest)):
             with suppress(ConfigError):
                 why = asked if layout is config.layout else changed
                 job = config.model_copy(update={"layout": layout})
-                return choose(
-                    _with_micro_batch(job, world, most) if most else job, world, memory_bytes, parameters, why
-                )
+                job = _with_micro_batch(job, world, most) if most else job
+                return choose(job, world, memory_bytes, parameters, why)
     return None
 
 
 def _with_micro_batch(config: Config, devices: int, most: int) -> Config:
-    """The job with the largest micro-batch up to `most` that divides a device's share of the batch."""
+    """Return the job with the largest micro-batch up to `most` that divides a device's share of the batch."""
     share = max(1, config.train.global_batch // _with_data(config, devices).data_parallel)
     size = max(size for size in divisors(share) if size <= most)
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": size})})
 
 
 def micro_batch_size(train: Train, layout: Layout) -> int:
-    """As asked; or a device's whole share, cut for a pipeline into at least four micro-batches a stage where
-    it can be."""
+    """Return the job's micro-batch, or a device's share of the batch, which a pipeline cuts into several."""
     return _micro_batch(train, layout)[0]
 
 
@@ -167,18 +168,17 @@ def _micro_batch(train: Train, layout: Layout) -> tuple[int, str]:
     share = train.global_batch // layout.data_parallel
     if train.micro_batch or layout.pipeline == 1:
         return train.micro_batch or share, "a device's whole share of the batch"
-    parts = next(
-        count for count in divisors(share) if count >= min(share, MICRO_BATCHES_A_STAGE * layout.pipeline)
-    )
-    return (
-        share // parts,
-        f"the batch in {parts} parts, where {MICRO_BATCHES_A_STAGE} a pipeline stage keep the bubble small",
-    )
+    wanted = min(share, MICRO_BATCHES_PER_STAGE * layout.pipeline)
+    parts = next(count for count in divisors(share) if count >= wanted)
+    per_stage = f"{MICRO_BATCHES_PER_STAGE} a pipeline stage"
+    why = f"the batch in {parts} parts, where {per_stage} keep the bubble small"
+    return share // parts, why
 
 
 def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
-    """The layout with what a pipeline and context devices need said in full, and why it is so."""
-    values: dict[str, Any] = {}
+    """Return the layout with all settings of compression, pipeline and attention filled in, and the
+    reasons."""
+    values: Json = {}
     whys: dict[str, str] = {}
     if layout.compression == AUTO:
         values |= Layout().model_dump(include=set(SETTINGS))  # type: ignore[call-arg]
@@ -206,32 +206,33 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
 
 
 def _decisions(
-    config: Config, values: Mapping[str, Any], whys: Mapping[str, str], asked: Asked | None
+    config: Config, values: Mapping[str, object], whys: Mapping[str, str], asked: OriginalJob | None
 ) -> dict[str, Decision]:
-    """Who decided each setting. What was given and came out otherwise was chosen too."""
+    """Return who decided each setting. A setting that differs from the user's value counts as chosen."""
     given = given_settings(asked.config if asked else config)
-    put_in = given_settings(config) if asked else {}
+    decided = given_settings(config) if asked else {}
     decisions = {}
     for key, value in values.items():
-        name = setting_of(key)
-        why = asked.why if asked and name in put_in and put_in[name] == value else whys.get(key, DEFAULT)
-        why = asked.whys.get(key, why) if asked else why
-        if name in given and given[name] == value:
+        name, why = setting_of(key), whys.get(key, DEFAULT)
+        if asked:
+            is_decided = name in decided and decided[name] == value
+            why = asked.whys.get(key, asked.why if is_decided else why)
+        if name not in given:
+            decisions[name] = Decision(value, False, why)
+        elif given[name] == value:
             decisions[name] = Decision(value, True, "as asked")
         else:
-            decisions[name] = Decision(
-                value, False, f"{given[name]} was asked for; {why}" if name in given else why
-            )
+            decisions[name] = Decision(value, False, f"{given[name]} was asked for; {why}")
     return decisions
 
 
 def setting_of(field: str) -> str:
-    """The name in a job of what a plan decides."""
+    """Return the name in a job of a setting that a plan decides."""
     return f"train.{field}" if field in ("micro_batch", "recompute") else f"layout.{field}"
 
 
-def given_settings(config: Config) -> dict[str, Any]:
-    """The settings that a plan decides and that this job does not leave open."""
+def given_settings(config: Config) -> Json:
+    """Return the settings that a plan could decide, but this job gives."""
     given = {field: getattr(config.layout, field) for field in config.layout.model_fields_set}
     given |= {
         field: getattr(config.train, field)
@@ -244,7 +245,7 @@ def given_settings(config: Config) -> dict[str, Any]:
 def _with_data(config: Config, devices: int) -> Layout:
     layout = config.layout
     if layout.data == -1 and devices % layout.fixed:
-        nearest = nearest_layout(config.model, config.data, config.train, layout, devices)
+        nearest = nearest_layout_settings(config.model, config.data, config.train, layout, devices)
         advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
         problem = (
             f"layout: the other axes take {counted(layout.fixed, 'device')}, which does not divide "
@@ -255,9 +256,9 @@ def _with_data(config: Config, devices: int) -> Layout:
         layout = layout.model_copy(update={"data": devices // layout.fixed})
     if layout.world != devices:
         problem = (
-            f"layout: {_product(layout)} = {counted(layout.world, 'device')}, but {devices} are there; "
-            f"start {counted(layout.world, 'worker')} (--workers {layout.world}), or write layout.data=-1 to "
-            f"use them all"
+            f"layout: {_product(layout)} = {counted(layout.world, 'device')}, but {devices} are there; start "
+            f"{counted(layout.world, 'worker')} (--workers {layout.world}), or write layout.data=-1 to use "
+            "them all"
         )
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     return layout
@@ -269,35 +270,31 @@ def _product(layout: Layout) -> str:
 
 
 def _what_fits(
-    config: Config, layout: Layout, accumulation: int, memory: float, parameters: OwnParameters | None
+    config: Config, layout: Layout, accumulation: int, memory: float, parameters: ModuleParameters | None
 ) -> list[str]:
-    """Single settings with which the states of a model that is too large for its devices would fit on
-    them."""
+    """Return single settings with which the states of a model that is too large would fit."""
 
     def fits(job: Config, zero: int) -> bool:
-        return (
-            state_bytes(job, layout.model_copy(update={"zero": zero}), accumulation, parameters).total
-            <= memory
-        )
+        sharded = layout.model_copy(update={"zero": zero})
+        return state_bytes(job, sharded, accumulation, parameters).total <= memory
 
-    assert layout.zero is not None, "it is chosen"
+    assert layout.zero is not None, "zero is chosen"
     shards = shares_weights(layout, config.model.experts) and driver_of(config).why_unsharded is None
     most = 0 if config.optimizer.needs_whole_states(layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
     can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
-    return [
-        *([f"layout.zero = {zero}"] if zero is not None else []),
-        *(["train.state_dtype = 'bfloat16'"] if can_halve and fits(half, layout.zero) else []),
-    ]
+    settings = [] if zero is None else [f"layout.zero = {zero}"]
+    return (
+        [*settings, "train.state_dtype = 'bfloat16'"] if can_halve and fits(half, layout.zero) else settings
+    )
 
 
 def _too_large(states: float, memory: float, zero: int, smaller: Sequence[str]) -> str:
     advice = ", ".join(["more devices", *smaller, "or a smaller model"])
     return (
         f"model: weights, gradients and optimizer state take {states / GIB:,.1f} GiB on each device under "
-        f"zero = {zero}, and a "
-        f"device has {memory / GIB:,.1f} GiB; use {advice}"
+        f"zero = {zero}, and a device has {memory / GIB:,.1f} GiB; use {advice}"
     )
 
 
@@ -306,8 +303,9 @@ def _zero(
     layout: Layout,
     accumulation: int,
     memory_bytes: float | None,
-    parameters: OwnParameters | None,
+    parameters: ModuleParameters | None,
 ) -> tuple[int, str]:
+    """Return the ZeRO stage of a layout, and the reason."""
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
     if why := driver_of(config).why_unsharded:
@@ -322,12 +320,16 @@ def _zero(
         return 3, "offload needs sharded states"
     least = least_zero(layout)
     if memory_bytes is None:
-        return (
-            least,
-            f"device memory is unknown, so {'no more' if least else 'nothing'} is sharded unless asked",
-        )
-    room = STATE_SHARE * memory_bytes
-    for zero in range(least, 4):
+        nothing = "no more" if least else "nothing"
+        return least, f"device memory is unknown, so {nothing} is sharded unless asked"
+    return _lowest_zero(config, layout, accumulation, STATE_SHARE * memory_bytes, parameters)
+
+
+def _lowest_zero(
+    config: Config, layout: Layout, accumulation: int, room: float, parameters: ModuleParameters | None
+) -> tuple[int, str]:
+    """Return the lowest ZeRO stage whose states fit into this many bytes, or 3, and the reason."""
+    for zero in range(least_zero(layout), 4):
         sharded = layout.model_copy(update={"zero": zero})
         states = state_bytes(config, sharded, accumulation, parameters).total
         if states <= room:

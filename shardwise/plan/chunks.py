@@ -1,39 +1,35 @@
-"""How many tokens the loss walks through at a time, so that their logits stay within a budget.
+"""Number of tokens that the loss computes at a time, so that their logits stay within a budget.
 
 The output head and the cross-entropy are computed chunk by chunk (models/loss.py), and tensor devices
-exchange a few numbers of each token once a chunk. So the chunk decides memory and messages, and the cost
-model has to cut as the runtime does.
+exchange a few numbers per token in each chunk. The size of a chunk decides memory and messages, so the cost
+model computes it by the same function as the runtime.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-Count = Any
-"""An int of one device; an array of the cost model's candidates."""
+from shardwise.config.schedules import Numbers
 
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
-"""Logits that the loss holds at once, by the type of the device."""
-
-
+"""Bytes of logits that the loss holds at once, by the type of device."""
 FLOAT8_CHUNKS = 4
-"""How much larger chunks are there."""
+"""How many times larger chunks are in float8 on GPUs."""
 
 
 def chunk_bytes(device_type: str) -> int:
-    """The budget on this type of device."""
+    """Return the budget of logits on this type of device."""
     return CHUNK_BYTES["cpu" if device_type == "cpu" else "cuda"]
 
 
 def chunk_tokens(
-    tokens: Count, vocabulary: Count, value_bytes: int, device_type: str, float8: bool = False
-) -> Count:
-    """Tokens a chunk: as many as keep its logits within the budget, spread evenly over the chunks. For
-    numbers and for arrays. float8 products of a GPU add nothing to what is there, so each chunk costs a pass
-    over the gradient of the weight: fewer and larger ones, of a round number of tokens.
+    tokens: Numbers, vocabulary: Numbers, value_bytes: int, device_type: str, float8: bool = False
+) -> Numbers:
+    """Return the tokens of a chunk: as many as keep its logits within the budget, spread evenly over chunks.
 
-    `vocabulary` is the largest part of it that a tensor device has, so that all of them cut alike: a device
-    that cut by its own, fewer rows would be done with its chunks while the others wait for its sums.
+    A GPU's float8 products cannot add to an existing gradient, so each chunk costs a pass over the gradient
+    of the weight; there chunks are fewer and larger, with a multiple of 16 tokens.
+
+    `vocabulary` is the largest part that a tensor device has, so that all devices have the same number of
+    chunks: each chunk ends with a sum over all of them.
     """
     larger = FLOAT8_CHUNKS if float8 and device_type != "cpu" else 1
     at_most = _at_least_one(larger * chunk_bytes(device_type) // (vocabulary * value_bytes))
@@ -41,11 +37,10 @@ def chunk_tokens(
     return -(-evenly // 16) * 16 if larger > 1 else evenly
 
 
-def largest_part(rows: Count, devices: Count) -> Count:
-    """Of rows that devices share as torch.chunk deals them out: the first devices have so many, the last ones
-    fewer, or none."""
+def largest_part(rows: Numbers, devices: Numbers) -> Numbers:
+    """Return the rows of the first device if rows are split as torch.chunk does; the last may have fewer."""
     return -(-rows // devices)
 
 
-def _at_least_one(count: Count) -> Count:
+def _at_least_one(count: Numbers) -> Numbers:
     return count + (count == 0)

@@ -1,12 +1,12 @@
-"""Cutting a model into pipeline stages of equal cost, which is not the same as equal numbers of blocks.
+"""Cut a model into pipeline stages of equal cost, which is not the same as equal numbers of blocks.
 
-A pipeline runs at the speed of its slowest stage: whatever one stage takes longer than the others, all others
-wait, for every micro-batch. The blocks are alike, but the last stage also has the final norm and the output
-head, a matrix of vocabulary x hidden: for `llama3-8b` (128256 x 4096) it costs as much as two blocks. With 4
-stages of 8 blocks the other three ranks would be idle a fifth of the time. So costs are counted, by the FLOP
-convention of `plan/flops.py`, and the cut that makes the largest stage cost smallest is found exactly, for
-blocks of unequal cost by dynamic programming in O(stages x blocks^2). Among equally good cuts the one with
-the smallest sum of squares wins, which is the most even one.
+A pipeline runs at the speed of its slowest stage: all other stages wait for it, in every micro-batch. The
+blocks are alike, but the last stage also has the final norm and the output head, a matrix of vocabulary x
+hidden: for `llama3-8b` (128256 x 4096) it costs as much as two blocks. With 4 stages of 8 blocks the other
+three ranks would be idle a fifth of the time. So costs are counted, by the FLOP convention of
+`plan/flops.py`, and the cut that makes the largest stage cost smallest is found exactly, for blocks of
+unequal cost by dynamic programming in O(stages x blocks^2). Among equally good cuts the one with the smallest
+sum of squares wins, which is the most even one.
 
 The embedding costs no FLOPs by that convention, yet it moves memory: it is charged for its traffic, at the
 FLOPs a device could have done meanwhile.
@@ -24,19 +24,19 @@ from shardwise.errors import ConfigError
 from shardwise.plan.flops import flops_per_token
 
 FLOPS_PER_BYTE = 200.0
-"""What a device computes in the time it moves a byte: 153 on A100, 295 on H100 in bfloat16, by their data
-sheets."""
+"""FLOPs that a device computes in the time it moves a byte: 153 on A100, 295 on H100 in bfloat16, by their
+data sheets."""
 BYTES_OF_A_LOOKUP = 12.0
-"""Traffic of one embedded value in 2-byte numbers: read and written forward; read, added to and written back
-backward, with the gradient of the output read once more."""
+"""Bytes moved per value of an embedding in 2-byte numbers: read and written in forward; read, added and
+written in backward, where the gradient of the output is read too."""
 ROUNDING = 1e-9
 
 _Cut = tuple[float, tuple[int, ...]]
-"""The sum of squares so far, and the blocks of each stage so far."""
+"""The sum of squares and the blocks of each stage, for the stages up to here."""
 
 
 def block_costs(model: Model, sequence_length: int) -> tuple[tuple[float, ...], float, float]:
-    """Cost of each block, of the embedding and of the head, in FLOPs a token, forward and backward."""
+    """Return the cost of each block, of the embedding and of the head, in FLOPs per token in both passes."""
     head = 6.0 * model.vocabulary * model.hidden
     block = (flops_per_token(model, sequence_length) - head) / model.layers
     tables = 2 if model.positions == "learned" else 1
@@ -44,12 +44,11 @@ def block_costs(model: Model, sequence_length: int) -> tuple[tuple[float, ...], 
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Number of consecutive blocks in each stage, at least one, so that the most expensive stage is as cheap
-    as can be."""
+    """Return the number of blocks of each stage that makes the most expensive stage as cheap as possible."""
     if not 1 <= stages <= len(costs):
         raise ConfigError("the pipeline", [_too_many_stages(len(costs), stages)])
     if min(costs) == max(costs) > 0:
-        return _alike(costs[0], len(costs), stages, first, last)
+        return _cut_equal_blocks(costs[0], len(costs), stages, first, last)
     largest = _largest_stage(costs, stages, first, last)
     return _most_even(costs, stages, first, last, largest * (1 + ROUNDING))
 
@@ -57,19 +56,19 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
 def stage_blocks(
     model: Model, sequence_length: int, stages: int, by_hand: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Blocks of each stage: those given by hand if they fit the model, else cut by cost."""
+    """Return the blocks of each stage: those given by hand, or a cut by cost."""
     if by_hand is None:
         return cut(block_costs(model, sequence_length)[0], stages, *block_costs(model, sequence_length)[1:])
     problems = []
     if len(by_hand) != stages:
         problems.append(
             f"layout.stages = {list(by_hand)}: has {len(by_hand)} numbers, but the pipeline has {stages} "
-            f"stages"
+            "stages"
         )
     if sum(by_hand) != model.layers:
         problems.append(
             f"layout.stages = {list(by_hand)}: sums to {sum(by_hand)}, but the model has {model.layers} "
-            f"blocks"
+            "blocks"
         )
     if any(blocks < 1 for blocks in by_hand):
         problems.append(f"layout.stages = {list(by_hand)}: every stage needs at least one block")
@@ -83,7 +82,7 @@ def stage_blocks(
 def stage_costs(
     blocks: Sequence[int], costs: Sequence[float], first: float, last: float
 ) -> tuple[float, ...]:
-    """What each stage of a cut costs, with the embedding on the first and the head on the last."""
+    """Return the cost of each stage of a cut, with the embedding in the first and the head in the last."""
     edges = [0, *accumulate(blocks)]
     sums = [sum(costs[start:stop]) for start, stop in pairwise(edges)]
     sums[0] += first
@@ -94,15 +93,16 @@ def stage_costs(
 def _too_many_stages(blocks: int, stages: int) -> str:
     nearest = "1" if stages < 1 else str(blocks)
     return (
-        f"{stages} pipeline stages for {blocks} blocks: every stage needs at least one block; "
-        f"use at most {nearest} stages (layout.pipeline x layout.stages_per_rank)"
+        f"{stages} pipeline stages for {blocks} blocks: every stage needs at least one block; use at most "
+        f"{nearest} stages (layout.pipeline x layout.stages_per_rank)"
     )
 
 
-def _alike(cost: float, blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """The same answer for blocks that are alike, block by block: each goes to the stage that is cheapest so
-    far. That keeps both the largest stage and the sum of squares smallest, in O(blocks log stages); a planner
-    weighs many cuts.
+def _cut_equal_blocks(cost: float, blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
+    """Return the best cut of blocks of equal cost: each block goes to the stage that is cheapest so far.
+
+    This minimises both the largest stage and the sum of squares in O(blocks log stages), because the planner
+    compares many cuts.
     """
     extra = [0.0] * stages
     extra[0] += first
@@ -118,11 +118,10 @@ def _alike(cost: float, blocks: int, stages: int, first: float, last: float) -> 
 
 
 def _largest_stage(costs: Sequence[float], stages: int, first: float, last: float) -> float:
-    """The least possible cost of the most expensive stage."""
+    """Return the smallest possible cost of the most expensive stage."""
     total = [0.0, *accumulate(costs)]
-    best = [
-        inf if end == 0 else first + total[end] for end in range(len(total))
-    ]  # of one stage that ends before block `end`
+    # best[end] is the cost of the most expensive stage if the stages up to here have the blocks before `end`.
+    best = [inf if end == 0 else first + total[end] for end in range(len(total))]
     for stage in range(1, stages):
         extra = [last if stage == stages - 1 and end == len(costs) else 0.0 for end in range(len(total))]
         best = [
@@ -138,8 +137,10 @@ def _largest_stage(costs: Sequence[float], stages: int, first: float, last: floa
 def _most_even(
     costs: Sequence[float], stages: int, first: float, last: float, limit: float
 ) -> tuple[int, ...]:
-    """Of the cuts with no stage above `limit`, the one with the smallest sum of squares; of those, fewest
-    blocks first, because the first stages keep the most activations."""
+    """Return the cut with the smallest sum of squares among those with no stage above `limit`.
+
+    Among equal cuts, the first stages get fewer blocks, because they keep the most activations.
+    """
     total = [0.0, *accumulate(costs)]
     scale = limit or 1.0
     best: list[_Cut] = [(0.0, ()), *((inf, ()) for _ in costs)]

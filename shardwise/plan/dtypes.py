@@ -1,6 +1,6 @@
-"""Which dtype each number has, by name (config/dtype_names.py).
+"""The dtype of each kind of tensor, by name (config/dtype_names.py).
 
-| number                                   | dtype                                                        |
+| tensor                                   | dtype                                                        |
 | ---------------------------------------- | ------------------------------------------------------------ |
 | activations, and weights in computation  | `train.precision`; bfloat16 around products in float8        |
 | weights and moments between steps        | `train.state_dtype`; where that is "auto", the wide dtype of |
@@ -24,21 +24,21 @@ from shardwise.plan.engine import Engine
 
 
 def wide(dtype: str) -> str:
-    """The dtype in which numbers of this dtype are summed, so that small ones are not rounded away."""
+    """Return the dtype for sums of this dtype, in which small values are not rounded away."""
     return "float64" if dtype == "float64" else "float32"
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtype of each kind of number of a run, by name."""
+    """The name of the dtype of each kind of tensor in a run."""
 
     compute: str
-    """Activations, and the weights that they meet. Products in float8 are between values in bfloat16, or in
-    float64 where weights are: so a proof of them has no other rounding than theirs."""
+    """Dtype of activations, and of weights in computation. Around float8 products it is bfloat16, or float64
+    if weights are float64, so that a proof sees no rounding but that of float8."""
     states: str
-    """Weights and optimizer states between steps."""
+    """Dtype of weights and optimizer states between steps."""
     sums: str
-    """Gradients that FSDP2 sums, over micro-batches and over devices."""
+    """Dtype of gradients that FSDP2 sums over micro-batches and devices."""
 
     @classmethod
     def of(cls, train: Train) -> Dtypes:
@@ -55,11 +55,13 @@ class Dtypes:
 
 
 def computes_wide(parameter: str) -> bool:
-    """Whether the weight of this name is computed with in the wide dtype, whatever the precision. FSDP2
-    gathers all weights of a unit in one dtype, so such a weight is a unit by itself."""
+    """Whether the weight of this name is used in the wide dtype in any precision.
+
+    FSDP2 gathers all weights of a unit in one dtype, so such a weight is its own unit.
+    """
     return ".router." in parameter
 
 
 def value_bytes(precision: str) -> int:
-    """Bytes of an activation; products in float8 or less leave what lies between them as in bfloat16."""
+    """Return the bytes of one activation; activations between products in float8 or less are bfloat16."""
     return BYTES.get(precision, BYTES["bfloat16"])

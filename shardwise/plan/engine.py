@@ -1,4 +1,4 @@
-"""Which engine holds the data axes, and what it moves when.
+"""How devices with the same weights keep them equal: the engine, and when it communicates.
 
 Devices that hold the same weights keep them equal in one of three ways:
 
@@ -19,78 +19,80 @@ and FSDP2 moves, under each ZeRO stage (Rajbhandari et al., 2020):
 | 3    | in each forward and backward     | in each backward      |
 
 Schedules that split backward in two halves run the second outside of the hooks that FSDP2 gathers and reduces
-from: there weights stay gathered, and gradients whole, until the step ends, whatever the stage.
+from: there weights stay gathered, and gradients whole, until the step ends, in every ZeRO stage.
 
-All of it is written with comparisons, `&` and `|`, so that one function answers for a Layout (a bool each)
-and for the cost model's Space of candidates (an array each). parallel/ does what it says, plan/ and cost/
-count by it.
+Everything is written with comparisons, `&` and `|`, so that one function works for a Layout (with bools) and
+for the cost model's Space of candidates (with arrays). parallel/ runs what this file says; plan/ and cost/
+count it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from shardwise.config.schedules import Pipeline, splits_backward
+from shardwise.config.schedules import Numbers, Pipeline, splits_backward
 from shardwise.plan.grid import Degrees, expert_shards
 
-SUMS_UNDER_WAY = 4
-"""Units whose gradients CPU workers sum at once, behind the backward pass."""
-Flag = Any
-"""A bool of a Layout; an array of them of a Space."""
+CONCURRENT_SUMS = 4
+"""Number of units whose gradients CPU workers sum at the same time, during the backward pass."""
 
 
 class Choices(Degrees, Pipeline, Protocol):
-    """Degrees, and the choices that decide who keeps what: a Layout or a Space."""
+    """Degrees, and the settings that decide where states are, of a Layout or a Space."""
 
     @property
-    def zero(self) -> Any: ...
+    def zero(self) -> Numbers:
+        """ZeRO stage; None: not chosen yet."""
+
     @property
-    def offload(self) -> Any: ...
+    def offload(self) -> Numbers:
+        """Whether states are in host memory between uses."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How the data axes are held; exactly one of `single`, `replicated` and `sharded` is true."""
+    """The engine of the data axes; exactly one of `single`, `replicated` and `sharded` is true."""
 
-    zero: Any
-    """The ZeRO stage that has an effect: 0 where nobody shares the weights and nothing is offloaded."""
-    single: Flag
-    replicated: Flag
-    sharded: Flag
-    splits_backward: Flag
+    zero: Numbers
+    """Effective ZeRO stage: 0 if no other device has the same weights and nothing is offloaded."""
+    single: Numbers
+    replicated: Numbers
+    sharded: Numbers
+    splits_backward: Numbers
 
     @property
     def name(self) -> str:
-        """The word for it, for a Layout."""
+        """Name of the engine of a Layout."""
         return "single" if self.single else "replicated" if self.replicated else "sharded"
 
     @property
-    def keeps_gathered(self) -> Flag:
-        """Weights are gathered once a step and kept until it ends; elsewhere they are let go after each
+    def keeps_gathered(self) -> Numbers:
+        """Whether weights are gathered once and kept until the step ends, rather than freed after each
         use."""
         return self.sharded & ((self.zero == 1) | (self.zero == 2) | self.splits_backward)
 
     @property
-    def reduces_each(self) -> Flag:
-        """Gradients are reduced in the backward of each micro-batch; elsewhere in the last one, or behind
-        it."""
+    def reduces_each(self) -> Numbers:
+        """Whether gradients are reduced in the backward of each micro-batch, rather than of the last one."""
         return self.sharded & (self.zero >= 2) & (self.splits_backward == 0)
 
     def copies(self, axis: str) -> str:
-        """Of a Layout: the devices among which FSDP2 sums a unit that is sharded over this axis: all who hold
-        the same, or the replicas where the others have scattered the sum already."""
+        """Return the axis over which FSDP2 sums the gradients of a unit that is sharded over `axis`.
+
+        Without ZeRO these are all devices with the same weights; with it, the replicas, because the devices
+        of `axis` have already reduce-scattered the sum.
+        """
         return "replica" if self.zero else f"replica x {axis}"
 
-    def keeps_whole_gradients(self, accumulation: Any) -> Flag:
-        """FSDP2 holds unreduced gradients between micro-batches, in the dtype of sums, beside the parameters'
-        own."""
+    def keeps_whole_gradients(self, accumulation: Numbers) -> Numbers:
+        """Whether FSDP2 keeps unreduced gradients between micro-batches, in the dtype of sums."""
         waits = ((self.zero < 2) & (accumulation > 1)) | self.splits_backward
         return self.sharded & waits
 
 
 def engine_of(layout: Choices, experts: int) -> Engine:
-    """The engine of a layout, or of each candidate of a Space, for a model with so many experts (0: none)."""
+    """Return the engine of a layout, or of each candidate of a Space, for a model with `experts` experts."""
     has_experts = experts > 0
     stage = 0 if layout.zero is None else layout.zero
     zero = stage * (shares_weights(layout, experts) | (layout.offload == 1))
@@ -100,6 +102,6 @@ def engine_of(layout: Choices, experts: int) -> Engine:
     return Engine(zero, single, replicated, (single | replicated) == 0, splits_backward(layout))
 
 
-def shares_weights(degrees: Degrees, experts: int) -> Flag:
-    """Whether another device of the same replica holds the same weights: else there is nothing to shard."""
+def shares_weights(degrees: Degrees, experts: int) -> Numbers:
+    """Whether another device of the same replica holds the same weights, which can then be sharded."""
     return (degrees.data * degrees.context > 1) | ((experts > 0) & (expert_shards(degrees) > 1))

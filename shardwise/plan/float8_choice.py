@@ -1,8 +1,8 @@
-"""Which products of the transformer are made in float8, by the names of their modules.
+"""Which matrix products of the transformer are computed in float8, by the names of their modules.
 
-All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded. Sizes
-must be multiples of 16, which is what a GPU's float8 products take. Experts' gate and up are one grouped
-product (models/float8_grouped.py), named by its two weights: leaving out one leaves out both.
+These are all products in blocks and the head, except routers, whose scores are never rounded. Sizes must be
+multiples of 16, as a GPU's float8 products need. The gate and up products of experts are one grouped product
+(models/float8_grouped.py), named by its two weights: leaving out one leaves out both.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwise.config import Model, Train
+from shardwise.config.schedules import Numbers
 from shardwise.plan.engine import Engine
 
 MULTIPLE = 16
-"""Of every size of a GPU's float8 products."""
+"""Number that must divide every size of a GPU's float8 products."""
 
 _KINDS = {
     "query": "query",
@@ -27,7 +28,7 @@ _KINDS = {
     "up": "up",
     "down": "down",
 }
-"""By the last word of a module's name. Grouped products of experts have their own, "experts"."""
+"""Kind of a product by the last word of its module's name. Grouped products of experts are "experts"."""
 
 _NORMED = {"query": "before_attention", "up": "before_inner"}
 """Kinds of products whose input is a norm's output."""
@@ -35,44 +36,44 @@ _NORMED = {"query": "before_attention", "up": "before_inner"}
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of a job is made in float8: of every kind of product, the share of blocks that make it so."""
+    """For every kind of product, the share of blocks that compute it in float8."""
 
     query: float = 0.0
     keys: float = 0.0
-    """And values."""
+    """Share of the key and value products."""
     output: float = 0.0
     up: float = 0.0
-    """And gate; in a model with experts, those of shared ones."""
+    """Share of the gate and up products; in a model with experts, of the shared ones."""
     down: float = 0.0
     experts: float = 0.0
-    """Grouped products."""
+    """Share of the grouped products of experts."""
     before_attention: float = 0.0
-    """Share of blocks in which all products of the first norm's output are in float8; and of the second
-    one's."""
+    """Share of blocks in which all products of the first norm's output are in float8."""
     before_inner: float = 0.0
+    """Share of blocks in which all products of the second norm's output are in float8."""
     head: bool = False
     dynamic: bool = False
-    """Scales come from the tensors themselves, which are read once more for it."""
+    """Whether scales come from the tensors themselves, which are then read once more."""
     products: int = 0
-    """Of the whole model."""
+    """Number of float8 products in the whole model."""
 
 
 class Product(NamedTuple):
-    """A product of the transformer."""
+    """A matrix product of the transformer."""
 
     name: str
-    """Of its module; of experts, of the weight."""
+    """Name of its module; for experts, name of the weight."""
     source: str
-    """The first with the same input."""
+    """Name of the first product with the same input."""
     sizes: tuple[int, int]
-    """Outputs and inputs."""
+    """Number of outputs, and number of inputs."""
     joined: str
-    """The first of those that are made together, with one scale for their weights and one for their
-    gradients."""
+    """Name of the first of the products that are computed as one, with one scale for their weights and one
+    for their gradients."""
 
 
 def products(model: Model) -> Iterator[Product]:
-    """All of them."""
+    """Yield all products that could be in float8."""
     for name, source, sizes in _dense(model):
         yield Product(name, source, sizes, name)
     for layer in range(model.layers if model.experts else 0):
@@ -103,30 +104,30 @@ def _dense(model: Model) -> Iterator[tuple[str, str, tuple[int, int]]]:
 
 
 def unknown_patterns(model: Model, train: Train) -> Iterator[str]:
-    """A problem for each pattern of train.float8_leave_out that leaves nothing out."""
+    """Yield a problem for each pattern of train.float8_leave_out that matches no product."""
     names = [product.name for product in products(model)]
     first = ", ".join(name for name in names if name.startswith("blocks.0."))
     for pattern in train.float8_leave_out:
         if not any(fnmatchcase(name, pattern) for name in names):
             yield (
-                f"train.float8_leave_out: {pattern!r} is the name of no product; there are {first}, … "
-                f"and head"
+                f"train.float8_leave_out: {pattern!r} is the name of no product; there are {first}, … and "
+                "head"
             )
 
 
 def in_float8(model: Model, train: Train) -> list[str]:
-    """The modules whose products a job makes in float8, and of experts the weights."""
+    """Return the names of the modules, or expert weights, whose products a job computes in float8."""
     return [product.name for product in _asked(model, train) if _fits(product.sizes)]
 
 
 def unfit(model: Model, train: Train) -> list[str]:
-    """Those that are left out because of their sizes."""
+    """Return the names of the products whose sizes float8 does not support."""
     return [product.name for product in _asked(model, train) if not _fits(product.sizes)]
 
 
 def scale_count(model: Model, train: Train) -> int:
-    """Scales of the whole model: of the weight and the gradient of every product, and of each input that
-    several share."""
+    """Return the number of scales: one for the weight and the gradient of each product, and for each
+    input."""
     if train.precision != "float8":
         return 0
     chosen = set(in_float8(model, train))
@@ -135,7 +136,7 @@ def scale_count(model: Model, train: Train) -> int:
 
 
 def shares(model: Model, train: Train) -> Shares | None:
-    """What the cost model has to know of a job's products in float8; None: there are none."""
+    """Return which share of each kind of product is in float8; None without float8."""
     if train.precision != "float8":
         return None
     chosen = set(in_float8(model, train))
@@ -157,15 +158,17 @@ def _kind(name: str) -> str:
     return "experts" if ".experts." in name else _KINDS.get(name.rsplit(".", 1)[-1], name)
 
 
-def casts_once(accumulation: Any, engine: Engine) -> Any:
-    """Whether blocks' weights are cast once a step, for all its micro-batches: where they are whole, and stay
-    so. Of a Layout, or of a Space."""
+def casts_once(accumulation: Numbers, engine: Engine) -> Numbers:
+    """Whether the weights of blocks are cast to float8 once per step, because no device shards them."""
     return (accumulation > 1) & (engine.sharded == 0)
 
 
 def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
-    """Weights that are gathered in 8 bits, by their names in a block: those of products that are made so in
-    every block. A tied one is looked up too, and must not be rounded."""
+    """Return the names (in a block) of the weights that are gathered in 8 bits: those in float8 in every
+    block.
+
+    A tied head is excluded, because the embedding lookup must not be rounded.
+    """
     if train.precision != "float8":
         return ()
     chosen = set(in_float8(model, train))
@@ -178,7 +181,7 @@ def _in_block(name: str) -> str:
 
 
 def _asked(model: Model, train: Train) -> list[Product]:
-    """Those that the job does not leave out, with others that they are made together with."""
+    """Return the products that the job does not leave out, alone or with products computed as one."""
     left_out = {product.joined for product in products(model) if _left_out(product.name, train)}
     return [product for product in products(model) if product.joined not in left_out]
 
@@ -194,8 +197,7 @@ def _fits(sizes: tuple[int, int]) -> bool:
 
 
 def idle_float8(model: Model, train: Train) -> list[str]:
-    """Why a job with float8 makes no product in it, for the settings without effect in a run's header
-    (config/no_effect.py); empty where it makes some."""
+    """Return why a job with float8 computes no product in it, for the header of a run; else an empty list."""
     if train.precision != "float8" or in_float8(model, train):
         return []
     left = unfit(model, train)

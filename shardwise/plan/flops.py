@@ -23,33 +23,34 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.config import Model
-from shardwise.config.parameters import OwnParameters, parameter_shapes
+from shardwise.config.parameters import ModuleParameters, parameter_shapes
 
 FLOP_CONVENTION = "6 per matmul weight (head yes, embedding no) + causal half of attention, no recompute"
-OWN_FLOP_CONVENTION = (
+MODULE_FLOP_CONVENTION = (
     "6 per parameter (2 if frozen), for a module of your own: attention not counted, embeddings counted"
 )
 
 
 def flops_per_token(model: Model, sequence_length: int) -> float:
-    """FLOPs of forward and backward for one token, by `FLOP_CONVENTION`."""
-    windows = [model.sees(layer, sequence_length) for layer in range(model.layers)]
-    seen = sum(
-        window * (1 - window / (2 * sequence_length)) for window in windows
-    )  # tokens, of all layers together
+    """Return the FLOPs of forward and backward for one token, by `FLOP_CONVENTION`."""
+    windows = [model.visible_tokens(layer, sequence_length) for layer in range(model.layers)]
+    # The number of tokens that a token attends to on average, summed over layers.
+    seen = sum(window * (1 - window / (2 * sequence_length)) for window in windows)
     return 6.0 * matmul_weights(model) + 12 * model.heads * model.head_dim * seen
 
 
-def own_flops_per_token(parameters: OwnParameters) -> float:
-    """The same of a user's own module, by `OWN_FLOP_CONVENTION`. A frozen weight has no gradient, which saves
-    2 of 6, and most often needs none passed on to what comes before it either: only its forward is
-    counted."""
+def module_flops_per_token(parameters: ModuleParameters) -> float:
+    """Return the FLOPs per token of a user's module, by `MODULE_FLOP_CONVENTION`.
+
+    Only the forward of a frozen weight counts: it has no gradient, and most often no layer before it needs
+    one.
+    """
     return 6.0 * parameters.trained + 2.0 * parameters.frozen
 
 
 def matmul_weights(model: Model) -> int:
-    """Weights that a token is multiplied by: all matrices of the blocks, of stacked experts those it visits,
-    and the head."""
+    """Return the number of weights that a token is multiplied by: all matrices of the blocks, the experts
+    that it visits, and the head."""
     shapes = [shape for name, shape in parameter_shapes(model).items() if name.startswith("blocks.")]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     visited = sum(model.experts_per_token * prod(shape[1:]) for shape in shapes if len(shape) == 3)

@@ -13,7 +13,7 @@ from shardwise.config import Train
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 1."""
+    """Return the learning rate of optimizer step `step`, counted from 1."""
     if step <= train.warmup:
         return train.learning_rate * step / train.warmup
     _, start, _ = turns(train)
@@ -22,8 +22,7 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 def turns(train: Train) -> tuple[int, int, int]:
-    """The last steps of warm-up, of the stable part and of the fall; between them the learning rate is a
-    smooth curve."""
+    """Return the last steps of warm-up, of the stable part and of the decay."""
     start = train.warmup
     if train.schedule == "wsd":
         start = max(start, train.steps - (train.decay or math.ceil(train.steps / 5)))
@@ -31,7 +30,7 @@ def turns(train: Train) -> tuple[int, int, int]:
 
 
 def _fall(schedule: str, progress: float, final: float) -> float:
-    """From 1 at progress 0 to `final` at progress 1."""
+    """Return the share of the peak, which falls from 1 at progress 0 to `final` at progress 1."""
     if schedule == "constant":
         return 1.0
     if schedule == "cosine":

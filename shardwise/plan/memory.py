@@ -1,7 +1,6 @@
-"""Bytes of model state a device holds: weights, gradients and optimizer state, under each ZeRO stage.
+"""Bytes of model state on a device: weights, gradients and optimizer state, for each ZeRO stage.
 
-Where gradients are compressed, r P more: what was left out of them, whatever is sharded
-(comm/compressed_sums.py).
+If gradients are compressed, their errors take r P more in every stage (comm/compressed_sums.py).
 
 With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored
 value (4, float32), c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last
@@ -38,13 +37,14 @@ from dataclasses import dataclass
 from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
 from shardwise.config.dtype_names import BYTES
-from shardwise.config.parameters import OwnParameters
+from shardwise.config.parameters import ModuleParameters
+from shardwise.config.schedules import Numbers
 from shardwise.plan.cut_stages import stage_blocks
 from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
-from shardwise.plan.slices import Count, Part, parts_of, with_peers
+from shardwise.plan.slices import Part, parts_of, with_peers
 
 
 @dataclass(frozen=True)
@@ -55,38 +55,39 @@ class StateBytes:
     gradients: float
     optimizer: float
     residuals: float = 0.0
-    """What compression left out of gradients."""
+    """Bytes of the errors of compressed gradients."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total bytes of model state."""
         return self.weights + self.gradients + self.optimizer + self.residuals
 
 
 def state_bytes(
-    config: Config, layout: Layout, accumulation: int, parameters: OwnParameters | None = None
+    config: Config, layout: Layout, accumulation: int, parameters: ModuleParameters | None = None
 ) -> StateBytes:
-    """The table above, for the fullest device: of its stages, its part of the matrices and its experts,
-    weight by weight. Of a model that is not ours only the number of parameters is known, and they are taken
-    to be split evenly; frozen ones have neither gradients nor states of the optimizer.
+    """Return the bytes of model state on the device that has most, counted weight by weight.
+
+    Of a user's module only the number of parameters is known, and they are assumed to be split evenly. Frozen
+    parameters have neither gradients nor optimizer states.
     """
     engine = engine_of(layout, config.model.experts)
     whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
     if parameters is not None:
-        held, trained = (_evenly(count, layout) for count in (parameters.total, parameters.trained))
+        held, trained = (_even_part(count, layout) for count in (parameters.total, parameters.trained))
         return _states(held, trained, config, layout, whole)
-    states = (_states(part, part, config, layout, whole) for part in _held(config, layout))
+    states = (_states(part, part, config, layout, whole) for part in _rank_parts(config, layout))
     return max(states, key=lambda states: states.total)
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """What is kept whole between the micro-batches of a step."""
+    """Whether tensors are kept unsharded between the micro-batches of a step."""
 
     weights: bool
-    """Gathered, in the computing dtype."""
+    """Whether gathered weights are kept, in the dtype of computation."""
     gradients: bool
-    """Unreduced, in the dtype they are summed in."""
+    """Whether unreduced gradients are kept, in the dtype of sums."""
 
 
 def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _Whole) -> StateBytes:
@@ -95,26 +96,23 @@ def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _W
     wider = reduced - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     if layout.zero == 3 and layout.backward_shards is not None:
-        weights += (
-            computed * part.gathered / layout.backward_shards
-        )  # the copy that neighbours keep for backward
+        weights += computed * part.gathered / layout.backward_shards  # the neighbours' copy for backward
     gradients = reduced * trained.whole if whole.gradients else stored * trained.shard
     residuals = reduced * residual_numbers(trained, SumCompression.of(layout), layout.zero, layout.replica)
     optimizer = len(config.optimizer.slots) * stored * trained.shard
     return StateBytes(weights, gradients, optimizer, residuals)
 
 
-def residual_numbers(part: Part, how: SumCompression | None, zero: Count, replica: Count) -> Count:
-    """Numbers that compression keeps for later: all of what a device sends where gradients are scattered or
-    copies summed, and its shard where replicas sum shards."""
+def residual_numbers(part: Part, how: SumCompression | None, zero: Numbers, replica: Numbers) -> Numbers:
+    """Return the number of compression errors that a device keeps: one per number that it sends."""
     if how is None or not how.feedback:
         return 0.0
     sent = part.compressed * ((zero == 0) | (how.axes == "all"))
     return sent + part.compressed_shard * ((zero > 0) & (replica > 1))
 
 
-def _held(config: Config, layout: Layout) -> list[Part]:
-    """What a device of each pipeline rank holds: blocks with their experts, and the ends of the model."""
+def _rank_parts(config: Config, layout: Layout) -> list[Part]:
+    """Return the weights on a device of each pipeline rank: blocks with their experts, embedding and head."""
     sharded = bool(layout.zero)
     shards = (layout.shards, expert_shards(layout)) if sharded else (1, 1)
     parts = parts_of(config.model, layout.tensor, shards[0], layout.expert, shards[1])
@@ -137,6 +135,7 @@ def _held(config: Config, layout: Layout) -> list[Part]:
     return held
 
 
-def _evenly(count: int, layout: Layout) -> Part:
-    own, devices = count / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1
-    return Part(own, own / devices, own, 0.0, own, own / devices)
+def _even_part(count: int, layout: Layout) -> Part:
+    """Return a device's part of parameters that are split evenly."""
+    whole, devices = count / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1
+    return Part(whole, whole / devices, whole, 0.0, whole, whole / devices)

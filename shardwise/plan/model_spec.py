@@ -10,20 +10,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.config import Config, Model
+from shardwise.files import Json
 from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.float8_choice import in_float8, unfit
 
 
 @dataclass(frozen=True)
 class Float8Spec:
-    """Which products are made in float8, and how they are scaled."""
+    """Which products are computed in float8, and how they are scaled."""
 
     scaling: str
     """`delayed`: scales come from the steps before; `dynamic`: from the tensor itself."""
     products: tuple[str, ...]
-    """Names of the modules whose products are made in float8; of experts, names of the weights."""
+    """Names of the modules, or expert weights, whose products are computed in float8."""
     unfit: tuple[str, ...]
-    """Names of those that the job would make in float8, but whose sizes do not fit."""
+    """Names of products whose sizes float8 does not support."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ModelSpec:
     sequence_length: int
     dtypes: Dtypes
     float8: Float8Spec | None
-    """None: no product is made in float8."""
+    """Settings of float8; None: no product is computed in float8."""
 
     @classmethod
     def of(cls, config: Config) -> ModelSpec:
@@ -56,12 +57,12 @@ class ModelSpec:
         )
 
     @property
-    def is_own_module(self) -> bool:
+    def is_user_module(self) -> bool:
         """Whether the model is a user's module and not the transformer."""
         return self.shape.module is not None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data; `from_json` gives the same value again."""
+    def to_json(self) -> Json:
+        """Return plain data, which `from_json` turns back into this value."""
         return {
             "seed": self.seed,
             "sequence_length": self.sequence_length,

@@ -1,9 +1,8 @@
-"""The `Plan`: what a run will do, decided once by the process that starts the workers, and obeyed by every
-worker.
+"""The `Plan`: all decisions of a run, made once by the process that starts the workers.
 
-It holds a complete layout and the other choices, for each of them whether it was asked for or chosen and why,
-and the numbers behind them. It is plain data: it travels with a team to every worker, as JSON between hosts,
-and a run keeps it as plan.json.
+It has a complete layout and the other choices, for each of them whether the user asked for it or why it was
+chosen, and the numbers behind them. It is plain data: it is sent to every worker, as JSON between hosts, and
+a run folder has it as plan.json.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from shardwise.config import Config, Layout, Recompute
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.dtype_names import BYTES
-from shardwise.files import parse_as, read_bytes
+from shardwise.files import Json, parse_as, read_bytes
 from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import why_not_compiled
 from shardwise.plan.engine import Engine, engine_of
@@ -30,10 +29,10 @@ from shardwise.plan.model_spec import ModelSpec
 from shardwise.units import GIB
 
 DEFAULT = "the default"
-"""Why a setting is as it is, where nobody gave it and nothing decides it."""
+"""Reason of a setting that nobody gave and nothing decided."""
 
 
-def _with_total(parts: dict[str, Any]) -> dict[str, Any]:
+def _with_total(parts: dict[str, float]) -> dict[str, float]:
     if "total" not in parts:
         raise ValueError("the total is missing")
     return parts
@@ -41,16 +40,16 @@ def _with_total(parts: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Decision:
-    """The value of one setting: as it was asked for, or as it was chosen and why."""
+    """The value of one setting, whether the user asked for it, and why it was chosen."""
 
-    value: Any
+    value: object
     asked: bool
     why: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every worker of a team obeys."""
+    """The decisions that every worker of a run follows."""
 
     model: ModelSpec
     """The model as it is built on one device."""
@@ -58,10 +57,10 @@ class Plan:
     """Complete: no field is left open."""
     micro_batch: int
     accumulation: int
-    """Micro-batches of one step on one device."""
+    """Number of micro-batches of one step on one device."""
     recompute: Recompute | float
     decisions: Mapping[str, Decision]
-    """By the setting's name in a job: `layout.zero`, `train.micro_batch`."""
+    """Decisions by the name of the setting in a job: `layout.zero`, `train.micro_batch`."""
     optimizer: Optimizer
     compile: bool | Literal["auto"]
     """Whether blocks are compiled; auto: on GPUs."""
@@ -70,36 +69,36 @@ class Plan:
     state_bytes: StateBytes
     flop_convention: str = FLOP_CONVENTION
     bucket_bytes: int | None = None
-    """Of gradients that DistributedDataParallel sums at once (cost/buckets.py); None: as torch does."""
+    """Bytes of gradients that DistributedDataParallel sums at once (cost/buckets.py); None: torch's
+    default."""
     frozen: int = 0
-    """Of the parameters, those that are never trained."""
+    """Number of parameters that are never trained."""
     cluster_file: str | None = None
-    """The file that describes the cluster, where one does: also this machine's, which a job need not name."""
+    """File that describes the cluster, also this machine's own file, which a job need not name."""
     predicted: dict[str, Any] | None = None
-    """What a step will take (search/forecast.py), where the cluster is known."""
+    """Predicted time and memory of a step (search/forecast.py), if the cluster is known."""
     unpredicted: str | None = None
     """Why nothing is predicted though the cluster is known."""
     groups: int = 1
-    """That train by themselves, each on this layout."""
-
+    """Number of groups that train separately, each on this layout."""
     varies_rows: bool = False
     """Whether a device may get another number of rows in each step, so that shapes change."""
     one_copy: bool = False
-    """Whether all workers hold one and the same copy of the weights, in memory that they share."""
+    """Whether all workers use one copy of the weights in shared memory."""
 
     @property
     def engine(self) -> Engine:
-        """Which engine holds the data axes, and what it moves when."""
+        """How devices with the same weights keep them equal (plan/engine.py)."""
         return engine_of(self.layout, self.model.shape.experts)
 
     @property
     def gradient_sums(self) -> SumCompression | None:
-        """How sums of gradients are compressed; None: they are not."""
+        """How gradient sums are compressed; None: they are not."""
         return SumCompression.of(self.layout)
 
     @property
     def weight_gathers(self) -> WeightGathers | None:
-        """How sharded weights are gathered; None: as they are."""
+        """How sharded weights are gathered; None: in the usual way."""
         return WeightGathers.of(self.layout)
 
     def why_not_compiled(self, device: str) -> str | None:
@@ -117,43 +116,39 @@ class Plan:
 
     @property
     def state_numbers(self) -> int:
-        """How many numbers the whole model has: its weights, and the optimizer's states of those that are
-        trained."""
+        """Number of elements of all weights, and of the optimizer's states of the trained ones."""
         return self.parameters + len(self.optimizer.slots) * (self.parameters - self.frozen)
 
     @property
     def state_width(self) -> int:
-        """Bytes of one number of the weights and of the optimizer's states."""
+        """Bytes of one element of the weights and of the optimizer's states."""
         return BYTES[self.model.dtypes.states]
 
     @property
     def world(self) -> int:
-        """Devices in all."""
+        """Total number of devices, over all groups."""
         return self.groups * self.layout.world
 
-    def put_into(self, config: Config) -> Config:
-        """The job with nothing left open: as the cost model wants it."""
+    def applied_to(self, config: Config) -> Config:
+        """Return the job with the decisions of this plan filled in."""
         train = config.train.model_copy(update={"micro_batch": self.micro_batch, "recompute": self.recompute})
         return config.model_copy(update={"layout": self.layout, "train": train})
 
     def chosen(self) -> str:
-        """What was neither asked for nor a default, and why, in a line."""
+        """Return the settings that were chosen, and why, in one line."""
         by_reason: dict[str, list[str]] = {}
         for name, decision in self.decisions.items():
             if not decision.asked and decision.why != DEFAULT:
                 value = list(decision.value) if isinstance(decision.value, tuple) else decision.value
                 value = "none" if value is None else value
                 by_reason.setdefault(decision.why, []).append(f"{name.partition('.')[2]} {value}")
-        return (
-            "; ".join(f"{', '.join(settings)}: {why}" for why, settings in by_reason.items())
-            or "all as asked"
-        )
+        reasons = [f"{', '.join(settings)}: {why}" for why, settings in by_reason.items()]
+        return "; ".join(reasons) or "all as asked"
 
-    def to_json(self) -> dict[str, Any]:
-        """What plan.json holds, and what is sent to other hosts; `from_json` gives the same plan again."""
-        memory = {
-            name: value / GIB for name, value in asdict(self.state_bytes).items()
-        }  # exact: a power of two
+    def to_json(self) -> Json:
+        """Return the content of plan.json and of messages to other hosts, which `from_json` reads."""
+        # Dividing by a power of two is exact.
+        memory = {name: value / GIB for name, value in asdict(self.state_bytes).items()}
         return {
             "model": self.model.to_json(),
             "layout": self.layout.model_dump(mode="json"),
@@ -178,8 +173,8 @@ class Plan:
             "groups": self.groups,
         }
 
-    def _resolved(self) -> dict[str, Any]:
-        """Return what follows from the other fields, in words, for whoever reads plan.json."""
+    def _resolved(self) -> Json:
+        """Return facts that follow from the other fields, for people who read plan.json."""
         sums, gathers = self.gradient_sums, self.weight_gathers
         return {
             "engine": self.engine.name,
@@ -192,7 +187,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """A plan as another host sent it, or as a run keeps it."""
+        """Return the plan that `to_json` wrote."""
         fields = {name: part for name, part in value.items() if name not in ("memory_gib", "resolved")}
         memory = {name: part * GIB for name, part in value["memory_gib"].items() if name != "states"}
         decisions = {name: Decision(**_tupled(decision)) for name, decision in value["decisions"].items()}
@@ -205,12 +200,12 @@ class Plan:
 # -- plan.json, as a report reads it -------------------------------------------------------------------------
 
 Number = Annotated[int | float, Field(ge=0, le=1e18)]
-_KEPT = ConfigDict(strict=True, extra="allow")
+_STRICT = ConfigDict(strict=True, extra="allow")
 
 
-@with_config(_KEPT)
+@with_config(_STRICT)
 class PredictedFlow(TypedDict):
-    """What a step sends of one kind over one axis."""
+    """Messages of one kind over one axis in a step."""
 
     kind: str
     axis: str
@@ -218,9 +213,9 @@ class PredictedFlow(TypedDict):
     bytes: Number
 
 
-@with_config(_KEPT)
+@with_config(_STRICT)
 class Prediction(TypedDict):
-    """What search/forecast.py predicts of a step."""
+    """The prediction of a step by search/forecast.py."""
 
     step_seconds: Annotated[dict[str, Number], AfterValidator(_with_total)]
     memory_gib: Annotated[dict[str, Number], AfterValidator(_with_total)]
@@ -228,9 +223,9 @@ class Prediction(TypedDict):
     bytes: list[PredictedFlow]
 
 
-@with_config(_KEPT)
-class KeptLayout(TypedDict, total=False):
-    """The degrees of a layout; its other choices are only shown."""
+@with_config(_STRICT)
+class SavedLayout(TypedDict, total=False):
+    """The degrees of a layout in plan.json."""
 
     pipeline: int
     replica: int
@@ -240,15 +235,15 @@ class KeptLayout(TypedDict, total=False):
     expert: int
 
 
-@with_config(_KEPT)
-class KeptPlan(TypedDict, total=False):
-    """A plan.json, perhaps of another version: any key may be missing, but none is of another type."""
+@with_config(_STRICT)
+class SavedPlan(TypedDict, total=False):
+    """The content of a plan.json of any version: keys may be missing, but have the right types."""
 
-    layout: KeptLayout
+    layout: SavedLayout
     micro_batch: Annotated[int, Field(ge=1, le=2**40)]
     accumulation: Annotated[int, Field(ge=1, le=2**40)]
     recompute: str | float
-    decisions: dict[str, dict[str, Any]]
+    decisions: dict[str, Json]
     parameters: Number
     flop_convention: str
     memory_gib: dict[str, Number]
@@ -257,19 +252,20 @@ class KeptPlan(TypedDict, total=False):
     predicted: Prediction | None
 
 
-def read_plan(path: Path) -> KeptPlan:
-    """The plan that a run keeps; an empty one where it keeps none."""
+def read_plan(path: Path) -> SavedPlan:
+    """Return the content of a run's plan.json; empty if there is none."""
     advice = "It is written by `shardwise train`; restore or remove it."
     try:
-        return parse_as(KeptPlan, read_bytes(path, advice), path, advice)
+        return parse_as(SavedPlan, read_bytes(path, advice), path, advice)
     except FileNotFoundError:
         return {}
 
 
-def _listed(decision: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists where the stages of a layout are a tuple."""
+def _listed(decision: Json) -> Json:
+    """Return a decision with lists in place of tuples, as JSON has them."""
     return {name: list(part) if isinstance(part, tuple) else part for name, part in decision.items()}
 
 
 def _tupled(decision: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a decision with tuples in place of lists."""
     return {name: tuple(part) if isinstance(part, list) else part for name, part in decision.items()}

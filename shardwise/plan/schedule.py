@@ -1,5 +1,4 @@
-"""A pipeline schedule is a list of actions for each rank: a value that can be printed, drawn, checked and
-costed.
+"""A pipeline schedule as a list of actions for each rank, which can be printed, drawn, checked and timed.
 
 The model is cut into stages and the batch into micro-batches. For every pair of the two there is a forward
 (F) and a backward, either whole (B) or in two halves: the gradient of the stage's input (I), which the stage
@@ -37,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from typing import Literal
 
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, Numbers, ScheduleFacts, problem_of_stages
@@ -60,7 +59,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order."""
+    """The actions of every rank, in order."""
 
     name: str
     ranks: int
@@ -70,15 +69,17 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages a rank holds, first to last."""
+        """Return the stages that a rank holds, in order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
 
 def make_schedule(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, checked: bool = True
 ) -> Schedule:
-    """The named schedule; `stages_per_rank` is a choice only for `interleaved` (2 if left out). Checking
-    costs as much again."""
+    """Return the named schedule. Only `interleaved` allows a choice of `stages_per_rank` (default 2).
+
+    Checking it takes as long as making it.
+    """
     facts = _facts(name, stages_per_rank)
     per_rank = stages_per_rank or facts.stages_per_rank
     if ranks < 1 or micro_batches < 1:
@@ -100,7 +101,7 @@ def make_schedule(
 
 
 def _facts(name: str, stages_per_rank: int | None) -> ScheduleFacts:
-    """The facts of the named schedule; raises if there is none or it cannot have so many stages per rank."""
+    """Return the facts of a schedule; raises for an unknown name or a wrong number of stages per rank."""
     if name not in SCHEDULE_FACTS:
         unknown = f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"
         raise ConfigError("the schedule", [unknown])
@@ -110,13 +111,13 @@ def _facts(name: str, stages_per_rank: int | None) -> ScheduleFacts:
 
 
 def rank_of_stage(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Which rank holds each stage. A pipeline of one rank is a single stage."""
+    """Return the rank of each stage. A pipeline of one rank is a single stage."""
     facts = _facts(name, stages_per_rank)
     return placement(ranks, stages_per_rank or facts.stages_per_rank, facts.is_in_a_v) if ranks > 1 else (0,)
 
 
 def placement(ranks: int, stages_per_rank: int, is_in_a_v: bool) -> tuple[int, ...]:
-    """Which rank holds each stage: the stages go down the ranks and come back, or round and round."""
+    """Return the rank of each stage: from the first rank to the last and back, or in a loop."""
     if is_in_a_v:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(stage % ranks for stage in range(ranks * stages_per_rank))
@@ -126,14 +127,14 @@ def placement(ranks: int, stages_per_rank: int, is_in_a_v: bool) -> tuple[int, .
 
 
 def _gpipe(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """All forwards, then all backwards: simple, and every activation is alive at once."""
+    """Yield all forwards, then all backwards: simple, but all activations are kept at once."""
     yield from (Action(rank, "F", index) for index in range(micro_batches))
     yield from (Action(rank, "B", index) for index in range(micro_batches))
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """Warm up with just enough forwards to have a gradient back by then, after which each backward frees what
-    the next forward takes."""
+    """Yield forwards until the first gradient arrives, then backwards and forwards in turn: each backward
+    frees the memory that the next forward takes."""
     warm_up = min(micro_batches, ranks - rank)
     yield from (Action(rank, "F", index) for index in range(warm_up))
     for index in range(micro_batches):
@@ -143,9 +144,11 @@ def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iter
 
 
 def _zero_bubble(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B with the weight halves held back by `rank` micro-batches. Later ranks warm up with fewer forwards,
-    so they have room to hold more back, and spend it at the end, while earlier ranks still wait for their
-    last gradients."""
+    """Yield 1F1B with weight gradients delayed by `rank` micro-batches.
+
+    Later ranks warm up with fewer forwards, so they have memory to delay more weight gradients. They compute
+    these at the end, while earlier ranks still wait for their last gradients.
+    """
     warm_up = min(micro_batches, ranks - rank)
     yield from (Action(rank, "F", index) for index in range(warm_up))
     for index in range(micro_batches):
@@ -161,26 +164,20 @@ def _zero_bubble(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> Iterator[Action]:
-    """1F1B in which a rank takes a round of micro-batches through each of its stages in turn.
+    """Yield 1F1B in which a rank takes a round of micro-batches through each of its stages in turn.
 
-    Megatron-LM makes rounds of exactly `ranks` micro-batches. Any round at least that long keeps the ranks
-    fed, so here the micro-batches are dealt as evenly as they go into rounds of `ranks` or more, and need not
-    be a multiple of it.
+    Megatron-LM makes rounds of exactly `ranks` micro-batches. Longer rounds keep all ranks busy too, so here
+    micro-batches are split as evenly as possible into rounds of `ranks` or more, and need not be a multiple
+    of it.
     """
     if per_rank == 1:
         yield from _one_forward_one_backward(ranks, rank, micro_batches)
         return
-    dealt = _rounds(micro_batches, ranks)
-    forwards = [
-        (rank + chunk * ranks, index) for members in dealt for chunk in range(per_rank) for index in members
-    ]
-    backwards = [
-        (rank + chunk * ranks, index)
-        for members in dealt
-        for chunk in reversed(range(per_rank))
-        for index in members
-    ]
-    longest = max(len(members) for members in dealt)
+    rounds = _rounds(micro_batches, ranks)
+    stages = range(rank, ranks * per_rank, ranks)
+    forwards = [(stage, index) for members in rounds for stage, index in product(stages, members)]
+    backwards = [(stage, index) for members in rounds for stage, index in product(stages[::-1], members)]
+    longest = max(map(len, rounds))
     warm_up = min(len(forwards), 2 * (ranks - rank - 1) + (per_rank - 1) * longest)
     yield from (Action(stage, "F", index) for stage, index in forwards[:warm_up])
     for position, (stage, index) in enumerate(backwards):
@@ -189,15 +186,15 @@ def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> It
         yield Action(stage, "B", index)
 
 
-def rounds(micro_batches: Numbers, ranks: Numbers) -> Numbers:
-    """Number of rounds in which an interleaved schedule takes its micro-batches; ints or arrays."""
+def round_count(micro_batches: Numbers, ranks: Numbers) -> Numbers:
+    """Return the number of rounds of an interleaved schedule; ints or arrays."""
     whole = micro_batches // ranks
     return whole + (whole == 0)
 
 
 def _rounds(micro_batches: int, ranks: int) -> list[range]:
-    """The micro-batches of each round, in order."""
-    count = rounds(micro_batches, ranks)
+    """Return the micro-batches of each round, in order."""
+    count = round_count(micro_batches, ranks)
     edges = [micro_batches * edge // count for edge in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
 
@@ -206,10 +203,9 @@ def _rounds(micro_batches: int, ranks: int) -> list[range]:
 
 
 class _VRank:
-    """The list of one rank of a V while it is being written: micro-batches of each half and kind come in
-    order.
+    """Writes the actions of one rank of a V; micro-batches of each stage and kind come in order.
 
-    Half 0 is the stage on the way down, half 1 the one on the way back. Weight halves wait in a queue.
+    `half` 0 is the stage on the way down, 1 the stage on the way back. Weight gradients wait in a queue.
     """
 
     def __init__(self, ranks: int, rank: int) -> None:
@@ -230,12 +226,12 @@ class _VRank:
         self._waiting.append((half, index))
 
     def weight(self) -> None:
-        """The weight half that has waited longest."""
+        """Add the weight gradient that has waited longest."""
         half, index = self._waiting.pop(0)
         self._add(half, "W", index)
 
     def finish(self, micro_batches: int) -> Iterator[Action]:
-        """Every weight half still waiting, then the whole list without the surplus micro-batches."""
+        """Add the weight gradients that still wait, and return all actions without surplus micro-batches."""
         while self._waiting:
             self.weight()
         return (action for action in self.actions if action.micro_batch < micro_batches)
@@ -250,24 +246,22 @@ class _VRank:
 
 
 def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """Every rank works without a gap from its first action to its last, if F, I and W take the same time."""
+    """Return actions without a gap between a rank's first and last, if F, I and W take the same time."""
     made_for = max(micro_batches, 2 * ranks)
     writer, to_bottom = _VRank(ranks, rank), ranks - rank
-    for _ in range(
-        2 * to_bottom - 1
-    ):  # warm-up: until the first micro-batch is back from the bottom of the V
+    for _ in range(2 * to_bottom - 1):  # warm-up: until the first micro-batch is back from the last rank
         writer.forward(0)
     for _ in range(rank):
         writer.forward(1)
         writer.forward(0)
-    for _ in range(
-        to_bottom
-    ):  # the last stage turns the first micro-batches round, and their gradients come this way
+    for _ in range(to_bottom):  # the gradients of the first micro-batches arrive
         writer.forward(1)
         writer.backward_input(1)
         writer.weight()
     started = 2 * ranks - 1 - rank
-    for step in range(made_for - ranks):  # steady: three actions on each half, which free what they take
+    for step in range(
+        made_for - ranks
+    ):  # steady: three actions on each half, which free the memory that they take
         if started + step < made_for:
             writer.forward(0)
         writer.backward_input(0)
@@ -275,7 +269,7 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action
         writer.forward(1)
         writer.backward_input(1)
         writer.weight()
-    for _ in range(rank):  # cool-down: only what others wait for, and then the weights into the gaps
+    for _ in range(rank):  # cool-down: first what other ranks wait for, then weights in the gaps
         writer.backward_input(0)
         writer.backward_input(1)
     for _ in range(to_bottom):
@@ -285,8 +279,8 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action
 
 
 def _dual_pipe_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """Forward of one half beside backward of the other, so that the messages of one hide under the other's
-    computation."""
+    """Return pairs of a forward of one half and a backward of the other, so that each hides the other's
+    messages."""
     made_for = max(micro_batches, 2 * ranks)
     writer, below = _VRank(ranks, rank), ranks - rank - 1
     for _ in range(2 * below):  # warm-up: the way down
@@ -307,7 +301,7 @@ def _dual_pipe_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
         writer.backward(1)
         writer.forward(1)
         writer.backward(0)
-    for step in range(2 * (rank + 1)):  # the later half leaves its weights for the gaps that follow
+    for step in range(2 * (rank + 1)):  # the second half delays its weights to the gaps that follow
         (writer.backward if step < rank + 1 else writer.backward_input)(1 - step % 2)
     for _ in range(below):
         writer.weight()
@@ -325,42 +319,42 @@ _ORDERS: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
 
 
 def _fused(actions: Iterator[Action]) -> Iterator[Action]:
-    """Nobody waits for the input gradient of stage 0, so there an I with its W right behind it is a plain B:
-    the same time, and one walk over the graph instead of two."""
-    held: Action | None = None
+    """Yield the actions with each I of stage 0 and a W right after it replaced by one B.
+
+    No rank waits for the input gradient of stage 0, and one backward traverses the graph once instead of
+    twice.
+    """
+    pending: Action | None = None
     for action in actions:
-        if held and action == Action(0, "W", held.micro_batch):
-            action, held = Action(0, "B", held.micro_batch), None
-        if held:
-            yield held
-        held = action if (action.stage, action.kind) == (0, "I") else None
-        if held is None:
+        if pending and action == Action(0, "W", pending.micro_batch):
+            action, pending = Action(0, "B", pending.micro_batch), None
+        if pending:
+            yield pending
+        pending = action if (action.stage, action.kind) == (0, "I") else None
+        if pending is None:
             yield action
-    if held:
-        yield held
+    if pending:
+        yield pending
 
 
-# -- what makes a schedule correct ---------------------------------------------------------------------------
+# -- checks of a schedule ------------------------------------------------------------------------------------
 
 
 def waits_for(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """What must have been done before: of each group, one. A gradient arrives from an I or from a whole B."""
+    """Return groups of actions: one of each group must run before. A gradient comes from an I or a B."""
     stage, index = action.stage, action.micro_batch
     if action.kind == "F":
         return ((Action(stage - 1, "F", index),),) if stage else ()
     if action.kind == "W":
         return ((Action(stage, "I", index),),)
-    own = (Action(stage, "F", index),)
-    return (
-        (own,)
-        if stage == stages - 1
-        else (own, (Action(stage + 1, "I", index), Action(stage + 1, "B", index)))
-    )
+    forward = (Action(stage, "F", index),)
+    if stage == stages - 1:
+        return (forward,)
+    return forward, (Action(stage + 1, "I", index), Action(stage + 1, "B", index))
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every action with its rank, each after what it waits for, each rank in its own order; ends early at a
-    deadlock."""
+    """Yield every action with its rank, after the actions it waits for; ends early at a deadlock."""
     done: set[Action] = set()
     position = [0] * schedule.ranks
     progress = True
@@ -380,29 +374,32 @@ def _ready(action: Action, stages: int, done: set[Action]) -> bool:
 
 
 def problems_of(schedule: Schedule) -> list[str]:
-    """What would make this list compute something else than one device, or hang; empty for a correct
-    schedule."""
-    found = []
+    """Return what would make the schedule compute wrong gradients or hang; empty if it is correct."""
+    problems = [*_misplaced(schedule), *_incomplete(schedule)]
+    if not problems and (stuck := _stuck(schedule)):
+        problems.append(f"deadlock: {', '.join(f'rank {rank} waits at {action}' for rank, action in stuck)}")
+    return problems
+
+
+def _misplaced(schedule: Schedule) -> Iterator[str]:
+    """Yield the actions on ranks that do not hold their stage."""
     for rank, actions in enumerate(schedule.actions):
-        found += [
-            f"{action} is on rank {rank}, which does not hold its stage"
-            for action in actions
-            if not 0 <= action.stage < schedule.stages or schedule.rank_of_stage[action.stage] != rank
-        ]
-    kinds: dict[tuple[int, int], list[str]] = {
-        (stage, index): [] for stage in range(schedule.stages) for index in range(schedule.micro_batches)
-    }
-    for action in (action for actions in schedule.actions for action in actions):
+        stages = schedule.stages_of(rank)
+        for action in actions:
+            if action.stage not in stages:
+                yield f"{action} is on rank {rank}, which does not hold its stage"
+
+
+def _incomplete(schedule: Schedule) -> Iterator[str]:
+    """Yield the stages and micro-batches that do not have exactly one forward and one backward."""
+    pairs = product(range(schedule.stages), range(schedule.micro_batches))
+    kinds: dict[tuple[int, int], list[str]] = {pair: [] for pair in pairs}
+    for action in chain.from_iterable(schedule.actions):
         kinds.setdefault((action.stage, action.micro_batch), []).append(action.kind)
     for (stage, index), given in kinds.items():
         if sorted(given) not in (["B", "F"], ["F", "I", "W"]):
-            found.append(
-                f"stage {stage}, micro-batch {index}: has {' '.join(given) or 'nothing'}; needs F and B, or "
-                f"F, I and W"
-            )
-    if not found and (stuck := _stuck(schedule)):
-        found.append(f"deadlock: {', '.join(f'rank {rank} waits at {action}' for rank, action in stuck)}")
-    return found
+            has = " ".join(given) or "nothing"
+            yield f"stage {stage}, micro-batch {index}: has {has}; needs F and B, or F, I and W"
 
 
 def _stuck(schedule: Schedule) -> Sequence[tuple[int, Action]]:

@@ -45,7 +45,7 @@ Kind = Literal["vocabulary", "positions", "whole", "gathered", "columns", "rows"
 
 @dataclass(frozen=True)
 class Role:
-    """What a module does in a tensor-parallel group."""
+    """How a module is split in a tensor-parallel group."""
 
     kind: Kind
     parts: int | None = None
@@ -53,43 +53,45 @@ class Role:
 
 
 def vocabulary() -> Role:
-    """An embedding split by tokens."""
+    """Return the role of an embedding split by tokens."""
     return Role("vocabulary")
 
 
 def positions() -> Role:
-    """An embedding of positions, whole on every device, asked only for the device's part of the sequence."""
+    """Return the role of an embedding of positions, whole on every device, for its part of the sequence."""
     return Role("positions")
 
 
 def whole() -> Role:
-    """Weights on every device, used on the device's own tokens or heads; their gradients are summed."""
+    """Return the role of weights on every device, for its own tokens or heads; gradients are summed."""
     return Role("whole")
 
 
 def gathered() -> Role:
-    """A module that needs the whole sequence."""
+    """Return the role of a module that needs the whole sequence."""
     return Role("gathered")
 
 
 def columns(parts: int | None = None, gather: bool = False) -> Role:
-    """A linear layer split by outputs."""
+    """Return the role of a linear layer split by outputs."""
     return Role("columns", parts, gather)
 
 
 def rows(parts: int | None = None) -> Role:
-    """A linear layer split by inputs; it follows one split by outputs."""
+    """Return the role of a linear layer split by inputs; it follows one split by outputs."""
     return Role("rows", parts)
 
 
 def loss() -> Role:
-    """The output head with the loss inside, `models.Head`."""
+    """Return the role of the output head that computes the loss, `models.Head`."""
     return Role("loss")
 
 
 def experts() -> Role:
-    """Experts stacked in the first dim of every weight, called with (rows sorted by expert, rows of each
-    expert)."""
+    """Return the role of experts, stacked in the first dim of every weight.
+
+    The module is called with (rows sorted by expert, number of rows of each expert).
+    """
     return Role("experts")
 
 
@@ -99,7 +101,7 @@ class Sharding:
 
     modules: Mapping[str, Role]
     blocks: str | None = None
-    """The list of blocks, of which a pipeline stage keeps some; None: the model cannot be cut."""
+    """Name of the list of blocks, of which a pipeline stage keeps some; None: the model cannot be cut."""
     first: tuple[str, ...] = ()
     """Modules before the blocks: on the first stage; None on the others."""
     last: tuple[str, ...] = ()
@@ -113,16 +115,16 @@ class Sharding:
     """The module that turns document numbers into the mask handed to `mixing`."""
 
     def role(self, path: str) -> Role | None:
-        """The role of the module at a path."""
+        """Return the role of the module at a path, if it has one."""
         return next((role for pattern, role in self.modules.items() if matches(pattern, path)), None)
 
     def tied_name(self, name: str) -> str:
-        """The name under which a parameter is initialised, saved and compared."""
+        """Return the name under which a parameter is initialised, saved and compared."""
         return self.tied.get(name, name)
 
 
 def matches(pattern: str | None, path: str) -> bool:
-    """Whether a module's path fits a pattern."""
+    """Whether a module's path matches a pattern."""
     return pattern is not None and _compiled(pattern).fullmatch(path) is not None
 
 
@@ -132,8 +134,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
-    """The dim in which so many tensor devices split a module's parameter (its own name: "weight", "bias"), or
-    None: each has it whole. Experts are not split over the tensor axis.
+    """Return the dim in which tensor devices split a module's parameter ("weight", "bias"); None if they do
+    not.
+
+    Experts are not split over the tensor axis.
     """
     if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not copies_parts(role, tensor)):
         return 0
@@ -141,8 +145,7 @@ def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
 
 
 def copies_parts(role: Role, tensor: int) -> bool:
-    """Whether there are fewer parts (heads) than devices, so that every device keeps all of them and uses
-    one."""
+    """Whether there are fewer parts (heads) than devices, so that every device keeps all and uses one."""
     return role.parts is not None and role.parts < tensor
 
 

@@ -1,4 +1,4 @@
-"""The terms that the seconds of a step are made of: the planner predicts them, a report compares them."""
+"""The terms of a step's time, which the planner predicts and a report compares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ Term = Literal[
 TERMS: tuple[str, ...] = get_args(Term)
 COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
 COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
-"""Communication that no computation hides."""
+"""Terms of communication that no computation hides."""
 IDLE = ("imbalance", "bubble")
-"""Waiting for devices that have more to do."""
+"""Terms of waiting for devices that have more work."""

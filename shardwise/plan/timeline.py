@@ -1,10 +1,9 @@
-"""Playing a schedule through: when each action runs, how long ranks wait, how many activations they hold.
+"""Simulate a schedule: when each action runs, how long ranks wait, how many activations they hold.
 
-A rank runs its list in order; an action starts when its rank is free and its inputs have arrived. That is all
-a pipeline is, so one pass over the list gives the exact time of every action for any costs, even uneven ones
-(the last stage has the head, a later rank may be slower), where the closed formulas of the papers hold only
-for equal stages. The costs are in any unit; with F = I = W = 1 a whole backward is twice a forward, as it is
-for matrix products.
+A rank runs its list in order; an action starts when its rank is free and its inputs have arrived. So one pass
+over the list gives the exact time of every action for any costs, even uneven ones (the last stage has the
+head, a later rank may be slower), where the closed formulas of the papers hold only for equal stages. The
+costs are in any unit; with F = I = W = 1 a whole backward is twice a forward, as it is for matrix products.
 
 *Bubble* here is the share of all ranks' time that is idle, from the first action of any rank to the last of
 any rank: 1 - busy / (ranks x makespan). Papers often state another number, and the tests say which:
@@ -21,12 +20,12 @@ from dataclasses import dataclass
 from shardwise.plan.schedule import Action, Kind, Schedule, in_order, waits_for
 
 Cost = float | Sequence[float]
-"""One number for every stage, or one for each."""
+"""One cost for all stages, or one per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action runs."""
+    """The start and end of an action."""
 
     action: Action
     start: float
@@ -35,7 +34,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything runs, rank by rank."""
+    """The start and end of every action, by rank."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -47,7 +46,7 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time each rank computes."""
+        """Time that each rank computes."""
         return tuple(sum(span.end - span.start for span in row) for row in self.spans)
 
     @property
@@ -57,7 +56,7 @@ class Timeline:
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Time each rank waits between its own first and its own last action."""
+        """Time that each rank waits between its own first and last action."""
         return tuple(
             row[-1].end - row[0].start - busy for row, busy in zip(self.spans, self.busy, strict=True)
         )
@@ -75,10 +74,9 @@ def simulate(
     backward_weight: Cost = 1.0,
     send: float = 0.0,
 ) -> Timeline:
-    """The timeline under these costs; `send` is the delay of a message to another rank, during which nobody
-    is blocked."""
-    costs = {kind: _per_stage(cost, schedule.stages) for kind, cost in
-             (("F", forward), ("I", backward_input), ("W", backward_weight))}  # fmt: skip
+    """Return the timeline for these costs; `send` is the delay of a message, which blocks no rank."""
+    given: dict[str, Cost] = {"F": forward, "I": backward_input, "W": backward_weight}
+    costs = {kind: _per_stage(cost, schedule.stages) for kind, cost in given.items()}
     costs["B"] = tuple(map(sum, zip(costs["I"], costs["W"], strict=True)))
     ends: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
@@ -92,21 +90,20 @@ def simulate(
 
 
 @dataclass(frozen=True)
-class Programme:
-    """A schedule ready to be played for many costs: of each action, in an order in which all it waits for is
-    done before, its rank, its stage, its share of a stage's forward and backward, and the places of what it
-    waits for.
-    """
+class PreparedSchedule:
+    """A schedule prepared for many simulations with different costs."""
 
     ranks: int
     steps: tuple[tuple[int, int, float, tuple[int, ...]], ...]
+    """For each action, in an order that they can run in: its rank, its stage, its share of the stage's cost,
+    and the indices of the actions that it waits for."""
 
 
 _THIRDS: dict[Kind, float] = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}
 
 
-def programme(schedule: Schedule) -> Programme:
-    """The schedule's actions as numbers."""
+def prepare_schedule(schedule: Schedule) -> PreparedSchedule:
+    """Return a schedule prepared for many simulations."""
     places: dict[Action, int] = {}
     steps = []
     for place, (rank, action) in enumerate(in_order(schedule)):
@@ -118,12 +115,14 @@ def programme(schedule: Schedule) -> Programme:
         )
         steps.append((rank, action.stage, _THIRDS[action.kind], tuple(waits)))
         places[action] = place
-    return Programme(schedule.ranks, tuple(steps))
+    return PreparedSchedule(schedule.ranks, tuple(steps))
 
 
-def play(played: Programme, stages: Sequence[float]) -> tuple[float, float]:
-    """From the first start to the last end, and the busiest rank's own work, for stages that take so long
-    forward and backward, a third of it forward: what `simulate` finds, many times faster.
+def play(played: PreparedSchedule, stages: Sequence[float]) -> tuple[float, float]:
+    """Return the time from the first start to the last end, and the work of the busiest rank.
+
+    `stages` are the costs of both passes, of which forward is a third. The result is that of `simulate`,
+    computed many times faster.
     """
     free, busy, ends = [0.0] * played.ranks, [0.0] * played.ranks, [0.0] * len(played.steps)
     for place, (rank, stage, share, waits) in enumerate(played.steps):
@@ -151,11 +150,11 @@ def _per_stage(cost: Cost, stages: int) -> tuple[float, ...]:
 
 
 _HOLDS: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""An activation lives from its forward until its backward is complete: I still leaves what W needs."""
+"""Change in kept activations: they are kept until the backward is complete, and W needs them after I."""
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations each rank holds at once, counted in micro-batches of one stage."""
+    """Return the most activations that each rank keeps at once, counted in micro-batches of one stage."""
     peaks = []
     for actions in schedule.actions:
         held, peak = 0, 0

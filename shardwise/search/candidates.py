@@ -28,15 +28,15 @@ from shardwise.config import (
 )
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.layout_rules import (
+    BACKWARD_SHARDS,
+    DEGREE_RULES,
     DRIVER,
     EXPERT,
-    NEARBY,
-    OF_DEGREES,
     PIPELINE,
     SEQUENCE,
     JobTables,
     Rule,
-    first_broken,
+    first_broken_rule,
 )
 from shardwise.config.layout_rules import RECOMPUTE as OF_RECOMPUTATION
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULE_FACTS, SCHEDULES, ScheduleName
@@ -163,7 +163,7 @@ def _open(degrees: Mapping[str, int]) -> dict[str, int]:
 def _possible(job: JobTables, grids: Space, refused: Counter[str]) -> Space:
     """Return the grids that break no rule. Each of the others is counted under the first rule that it
     breaks."""
-    for rule in OF_DEGREES:
+    for rule in DEGREE_RULES:
         broken = _is_broken((rule,), job, grids)
         if rule.short and broken.any():
             refused[rule.short(job)] += int(broken.sum())
@@ -319,7 +319,7 @@ def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | 
     """Return why these axes cannot send less data as the job asks; None if they can."""
     how = {name: getattr(job.layout, name) for name in (*SETTINGS, "backward_shards")}
     layout = _layout(degrees, expert).model_copy(update=how)
-    nearby = (problem for _, problem in first_broken(NEARBY, job._replace(layout=layout)))
+    nearby = (problem for _, problem in first_broken_rule(BACKWARD_SHARDS, job._replace(layout=layout)))
     return next(chain(problems_of_compression(layout), nearby), None)
 
 

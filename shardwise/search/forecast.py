@@ -14,7 +14,7 @@ from shardwise.config.compression import AUTO
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
-from shardwise.plan.choose import Asked
+from shardwise.plan.choose import OriginalJob
 from shardwise.search.answer import chosen, device_peak, traffic
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
@@ -22,7 +22,7 @@ from shardwise.search.search import play, workload_of
 from shardwise.units import GIB
 
 
-def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, Asked]:
+def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, OriginalJob]:
     """Return the job with the best layout, and the job as it was asked for, with the reason in one line."""
     searched = search_job(config, cluster, devices)
     result = searched.result
@@ -30,7 +30,7 @@ def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, As
         raise ConfigError(f"the job on {devices} devices", nothing_fits(config, result))
     whys = {"compression": searched.why} if searched.why else {}
     why = f"planned: {reason(result, int(result.order[0]))}"
-    return chosen(searched.config, result), Asked(config, why, whys)
+    return chosen(searched.config, result), OriginalJob(config, why, whys)
 
 
 def is_open(layout: Layout) -> bool:

@@ -29,7 +29,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.plan.dtypes import Dtypes
 from shardwise.plan.float8_choice import gathered_in_float8, scale_count, shares, unknown_patterns
 from shardwise.plan.schedule import make_schedule
-from shardwise.plan.timeline import Programme, programme
+from shardwise.plan.timeline import PreparedSchedule, prepare_schedule
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
@@ -275,5 +275,5 @@ def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, 
 
 
 @lru_cache(maxsize=256)
-def _programme(name: str, ranks: int, micro_batches: int, per_rank: int) -> Programme:
-    return programme(make_schedule(name, ranks, micro_batches, per_rank, checked=False))
+def _programme(name: str, ranks: int, micro_batches: int, per_rank: int) -> PreparedSchedule:
+    return prepare_schedule(make_schedule(name, ranks, micro_batches, per_rank, checked=False))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
 from shardwise.config.layout_rules import splits_evenly, splits_or_repeats
-from shardwise.config.module_file import without_table
-from shardwise.config.parameters import OwnParameters
+from shardwise.config.module_file import problems_without_table
+from shardwise.config.parameters import ModuleParameters
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import (
@@ -85,13 +85,13 @@ def check_first_values(config: Config) -> Iterator[str]:
         )
 
 
-def count_parameters(config: Config) -> OwnParameters | None:
+def count_parameters(config: Config) -> ModuleParameters | None:
     """Of a user's own module; None: there is none, and the configuration tells."""
     if config.model.module is None:
         return None
     parameters = list(build_plain(ModelSpec.of(config)).parameters())
     frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
-    return OwnParameters(sum(parameter.numel() for parameter in parameters), frozen)
+    return ModuleParameters(sum(parameter.numel() for parameter in parameters), frozen)
 
 
 def embedded_ids(config: Config) -> int | None:
@@ -190,7 +190,7 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
 def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name = name_of(model)
     if getattr(model, "sharding", None) is None:
-        yield from without_table(name, layout)
+        yield from problems_without_table(name, layout)
     paths = [path for path, _ in model.named_modules()]
     patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
     for pattern in patterns:

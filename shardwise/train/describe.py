@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.config import Checkpoint, Model, context_attention
-from shardwise.config.layout_rules import ring_lacks
+from shardwise.config.layout_rules import unsupported_by_ring
 from shardwise.config.no_effect import idle_settings
 from shardwise.cost.device_peaks import peak_flops
 from shardwise.drivers.registry import driver_of
@@ -70,7 +70,7 @@ def _computed(model: ModelSpec) -> str:
 def _emulated(model: ModelSpec, device: torch.device) -> str:
     """That products are made in another dtype than the one asked for. A user's module makes its own
     products."""
-    if model.is_own_module or not multiplies_in_float32(DTYPES[model.dtypes.compute], device.type):
+    if model.is_user_module or not multiplies_in_float32(DTYPES[model.dtypes.compute], device.type):
         return ""
     return " (products in float32, rounded: this processor has none in bfloat16)"
 
@@ -155,7 +155,7 @@ def _attention(training: Training) -> str:
         config.data.sequence_length,
         config.data.reset_attention,
     )
-    windowed = ring_lacks(config.model, length) is not None
+    windowed = unsupported_by_ring(config.model, length) is not None
     kernel = describe_attention(
         config.model, training.mesh.device.type, dtype, length, masked=documents or windowed
     )

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.config import Config
-from shardwise.config.parameters import OwnParameters
+from shardwise.config.parameters import ModuleParameters
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.plan import Asked, Plan, choose, fit
+from shardwise.plan import OriginalJob, Plan, choose, fit
 from shardwise.search.forecast import forecast, is_open, plan_job
 
 
@@ -39,7 +39,7 @@ class Planner:
     """The most that there will be."""
     memory_bytes: float | None
     """Of each; None: unknown."""
-    parameters: OwnParameters | None = None
+    parameters: ModuleParameters | None = None
     """As counted in a user's own module; None: the configuration tells."""
     cluster: Cluster | None = None
     cluster_file: str | None = None
@@ -85,7 +85,7 @@ class Planner:
         )
 
     @cached_property
-    def _job_to_plan(self) -> tuple[Config, Asked | None]:
+    def _job_to_plan(self) -> tuple[Config, OriginalJob | None]:
         """The job that plans are made for: with what a search decided put in, and beside it the job as it was
         asked for."""
         config = driver_of(self.config).job_to_plan(self.config)
@@ -101,7 +101,7 @@ class Planner:
         if self.cluster is None or not countable:
             return plan
         try:
-            job, cluster = plan.put_into(self.config), self.cluster.of(plan.world)
+            job, cluster = plan.applied_to(self.config), self.cluster.of(plan.world)
             choices = plan.layout, plan.micro_batch, plan.accumulation
             return replace(plan, predicted=forecast(job, *choices, cluster, plan.bucket_bytes))
         except (UserError, KeyError, ValueError) as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardwise.config import Config, Layout, fewest_devices, with_nearby_that_divides
+from shardwise.config import Config, Layout, fewest_devices, with_dividing_backward_shards
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
@@ -110,7 +110,9 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     model = config.model.model_copy(update={"pretrained": None})
     small, shrunk = shrink(config.model_copy(update={"model": model}))
     data = smallest_data(small.layout)
-    layout = with_nearby_that_divides(small.layout, data).model_copy(update={"data": data, "offload": False})
+    layout = with_dividing_backward_shards(small.layout, data).model_copy(
+        update={"data": data, "offload": False}
+    )
     layout, compressed = _split_compression(layout)
     run = small.run.model_copy(update={"device": "cuda" if small.run.device == "cuda" else "cpu"})
     small = small.model_copy(

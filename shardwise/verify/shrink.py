@@ -36,7 +36,7 @@ from shardwise.config import (
     sequence_multiple,
     stages_per_rank,
 )
-from shardwise.config.layout_rules import deals_heads, splits_evenly, splits_or_repeats
+from shardwise.config.layout_rules import heads_divide_over_context, splits_evenly, splits_or_repeats
 from shardwise.config.parameters import count
 from shardwise.plan import flops_per_token, micro_batch_size
 from shardwise.verify.random_text import can_use_own_data, with_random_text
@@ -46,7 +46,7 @@ Properties = tuple[bool, ...]
 Changes = dict[str, tuple[Any, Any]]
 """By "section.key", the value before and the value after."""
 
-MOST_DEVICES = 16
+MAX_DEVICES = 16
 MOST_PARAMETERS = 2_000_000
 MOST_FLOPS = 1e11
 """Largest number of operations of one step, forward and backward, for the whole batch: a few seconds in
@@ -66,7 +66,7 @@ _Value = TypeVar("_Value")
 
 
 def shrink(
-    config: Config, most_devices: int = MOST_DEVICES, folder: Path | None = None
+    config: Config, most_devices: int = MAX_DEVICES, folder: Path | None = None
 ) -> tuple[Config, Changes | None]:
     """Return the job, or if it is too large to prove here, the smallest job with its structure; and what
     changed (None if nothing did).
@@ -87,7 +87,7 @@ def shrink(
     return small, changes(config, small) or None
 
 
-def is_large(config: Config, most_devices: int = MOST_DEVICES) -> bool:
+def is_large(config: Config, most_devices: int = MAX_DEVICES) -> bool:
     """Return whether a proof would need too many processes, too much memory or too much time."""
     layout, tokens = config.layout, config.train.global_batch * config.data.sequence_length
     devices = layout.fixed * max(1, layout.data)
@@ -224,7 +224,7 @@ def fits(model: Model, layout: Layout) -> bool:
 
 
 def _heads_fit(model: Model, layout: Layout) -> bool:
-    dealt = layout.attention != "ulysses" or deals_heads(model, layout)
+    dealt = layout.attention != "ulysses" or heads_divide_over_context(model, layout)
     alike = splits_or_repeats(model.kv_heads, layout.tensor)
     return bool(splits_evenly(model.heads, layout.tensor) and alike and dealt)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import from_tables, read
-from shardwise.config.other_names import OTHER_NAMES, our_key
+from shardwise.config.other_names import OTHER_NAMES, job_key
 from shardwise.config.schema import SPELLINGS, keys_of
 from shardwise.errors import ConfigError
 
@@ -104,7 +104,7 @@ def test_an_override_without_its_section_is_answered_with_the_whole_key(tmp_path
 def test_spellings_that_a_job_may_use_are_no_mistakes() -> None:
     assert from_tables({"data": TEXT, "layout": {"tp": 1}}).layout.tensor == 1
     for spelling, field in SPELLINGS["layout"].items():
-        meant = our_key(spelling)
+        meant = job_key(spelling)
         assert meant is not None
         assert meant.key == f"layout.{field}"
 

@@ -21,7 +21,7 @@ BASE: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _without_the_nearest_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked for among thousands, and each value here is tried."""
-    monkeypatch.setattr(layouts, "nearest_layout", lambda *_: None)
+    monkeypatch.setattr(layouts, "nearest_layout_settings", lambda *_: None)
 
 
 def merged(*tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

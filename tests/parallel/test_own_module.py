@@ -17,7 +17,7 @@ from ranks.pool import Pool
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, from_tables
-from shardwise.config.parameters import OwnParameters
+from shardwise.config.parameters import ModuleParameters
 from shardwise.data import Dataset
 from shardwise.drivers.replay import Pace, Replay
 from shardwise.errors import UserError
@@ -492,8 +492,8 @@ def test_documents_and_blocks_are_asked_for_only_where_needed(corpus: str) -> No
 def test_the_plan_of_a_users_module_counts_its_own_parameters(corpus: str) -> None:
     config = from_tables(tables_of(corpus, own("NoTable"), {}))
     parameters = 259 * 24 + 24 * 259 + 259
-    assert count_parameters(config) == OwnParameters(parameters)
-    plan = choose(config, 1, None, OwnParameters(parameters))
+    assert count_parameters(config) == ModuleParameters(parameters)
+    plan = choose(config, 1, None, ModuleParameters(parameters))
     assert (plan.parameters, plan.flops_per_token) == (parameters, 6 * parameters)
     assert plan.state_bytes.total == 32 * parameters, "float64 weights, gradients and two moments"
     assert plan.to_json()["flop_convention"].startswith("6 per parameter")

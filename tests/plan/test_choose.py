@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Config, Layout, Train, from_tables
-from shardwise.config.parameters import OwnParameters
+from shardwise.config.parameters import ModuleParameters
 from shardwise.errors import ConfigError
-from shardwise.plan import Asked, Plan, choose, fit
+from shardwise.plan import OriginalJob, Plan, choose, fit
 from shardwise.plan.memory import state_bytes
 
 
@@ -101,7 +101,7 @@ def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, e
     config = job().model_copy(update={"train": train})
     layouts = [Layout(data=4, zero=zero) for zero in (0, 1, 2, 3)]
     assert [
-        state_bytes(config, layout, 2, parameters=OwnParameters(1)).total for layout in layouts
+        state_bytes(config, layout, 2, parameters=ModuleParameters(1)).total for layout in layouts
     ] == pytest.approx(expected)
 
 
@@ -228,13 +228,13 @@ def test_a_micro_batch_that_nobody_asked_for_is_cut_so_that_all_devices_that_are
     searched = from_tables(
         {"data": {"source": "x"}, "train": {"global_batch": 24, "micro_batch": 6}, "layout": {"data": 4}}
     )
-    plan = fit(searched, 3, least=1, asked=Asked(open_job, "planned"))
+    plan = fit(searched, 3, least=1, asked=OriginalJob(open_job, "planned"))
     assert plan is not None
     assert (plan.layout.data, plan.micro_batch, plan.accumulation) == (3, 4, 2), (
         "6 does not divide a share of 8"
     )
     assert whys(plan)["train.micro_batch"] == (4, False, "the nearest that works on 3 of 3 devices")
-    asked_for = fit(searched, 3, least=1, asked=Asked(searched, "planned"))
+    asked_for = fit(searched, 3, least=1, asked=OriginalJob(searched, "planned"))
     assert asked_for is not None
     assert (asked_for.layout.world, asked_for.micro_batch) == (2, 6), "what was asked for stays"
 
@@ -246,10 +246,10 @@ def test_compression_left_to_the_planner_is_none_unless_a_search_chose_it_and_th
     assert "no search" in plan.decisions["layout.compression"].why
     assert "compression none: no search" in plan.chosen()
     searched = job(data=4, compression="int8", compression_warmup=20)
-    plan = choose(searched, 4, asked=Asked(left_open, "planned", {"compression": "2 times quicker"}))
+    plan = choose(searched, 4, asked=OriginalJob(left_open, "planned", {"compression": "2 times quicker"}))
     assert whys(plan)["layout.compression"] == ("int8", False, "2 times quicker")
     assert whys(plan)["layout.compression_warmup"] == (20, True, "as asked")
-    plain = choose(job(data=4), 4, asked=Asked(left_open, "planned", {"compression": "would not pay"}))
+    plain = choose(job(data=4), 4, asked=OriginalJob(left_open, "planned", {"compression": "would not pay"}))
     assert whys(plain)["layout.compression"] == (None, False, "would not pay")
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import RANK_AXES, Layout, borrowed, can_borrow
+from shardwise.config import RANK_AXES, Layout, borrowed_devices, can_borrow
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.space import Space, space_of
 from shardwise.plan.chunks import CHUNK_BYTES, chunk_tokens, largest_part
@@ -71,8 +71,8 @@ def test_the_grid_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]]
     for axis in (*RANK_AXES, *JOINED_AXES):
         assert [devices(axis, layout) for layout in layouts] == devices(axis, space).tolist()
         assert [prod(members(layout, axis).values()) for layout in layouts] == devices(axis, space).tolist()
-    for axis, taken in borrowed(space).items():
-        assert [borrowed(layout)[axis] for layout in layouts] == taken.tolist()
+    for axis, taken in borrowed_devices(space).items():
+        assert [borrowed_devices(layout)[axis] for layout in layouts] == taken.tolist()
     for layout in layouts:
         assert prod(grid_dims(layout).values()) == layout.world
         assert (

@@ -25,7 +25,7 @@ from shardwise.cost.space import RECOMPUTE, Space, space_of
 from shardwise.plan import choose
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.schedule import make_schedule
-from shardwise.plan.timeline import play, programme, simulate
+from shardwise.plan.timeline import play, prepare_schedule, simulate
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, search, workload_of
 from shardwise.search.search import play as play_pipelines
@@ -348,7 +348,7 @@ def test_playing_a_schedule_takes_what_simulating_it_does(
     stages = data.draw(st.lists(st.floats(0.1, 10), min_size=schedule.stages, max_size=schedule.stages))
     thirds = [cost / 3 for cost in stages]
     timeline = simulate(schedule, thirds, thirds, thirds)
-    makespan, busiest = play(programme(schedule), stages)
+    makespan, busiest = play(prepare_schedule(schedule), stages)
     assert makespan == pytest.approx(timeline.makespan, rel=1e-12)
     assert busiest == pytest.approx(max(timeline.busy), rel=1e-12)
 
