@@ -200,7 +200,10 @@ def waiting_pipeline(comm: Comm, schedule: Schedule, seconds: float) -> Pipeline
         hidden=WIDTH,
         dtype=torch.float32,
     )
-    parts = [SingleDevice(WaitingStage(seconds, stage == 0, stage == stages.last)) for stage, _ in stages.own]
+    parts = [
+        SingleDevice(WaitingStage(seconds, stage == 0, stage == stages.last))
+        for stage, _ in stages.local_stages
+    ]
     return Pipelined(comm, parts, Sharding(modules={}), stages=stages)
 
 

@@ -56,10 +56,10 @@ from shardwise.parallel.blockwise import (
     kernel_for,
 )
 from shardwise.parallel.ring import (
-    around,
     block_gradients,
     merge_block,
     ring_attention,
+    ring_forward,
     zigzag_block,
     zigzag_positions,
 )
@@ -348,7 +348,7 @@ class LiveWithin(LiveBytes):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.shardwise.ring_attention.default:
             with self:
-                return around(*args)
+                return ring_forward(*args)
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 

@@ -1,15 +1,13 @@
-"""A transformer that is not shardwise's, and the table that lets shardwise split it.
+"""A transformer that is not part of shardwise, and the table that lets shardwise split it.
 
-Plain torch: pre-norm blocks with LayerNorm, learned positions, one matrix for queries, keys and values, GELU.
-Nothing in it knows of devices. What makes it ready for them:
+It is plain torch: pre-norm blocks with LayerNorm, learned positions, one matrix for queries, keys and values,
+and GELU. Nothing in it knows about devices. Four points make it ready for them:
 
-- sizes that are shared out are never written down in a forward: `unflatten(-1, (-1, ...))` finds how many
-  heads there are;
-- queries, keys and values of one head lie together in `qkv`, so that a split by heads takes all three
-  along;
-- attention itself is a module without weights, `Mixing`: the place where devices that share a sequence
-  meet;
-- a pipeline stage has only some blocks, and None for what is not its own, which `forward` skips.
+- no forward has a fixed number where devices share a dim: `unflatten(-1, (-1, ...))` finds the number of
+  heads;
+- queries, keys and values of one head lie together in `qkv`, so that a split by heads splits all three;
+- attention itself is a module without weights, `Mixing`, where devices that share a sequence communicate;
+- a pipeline stage has only some blocks, and None for modules of other stages, which `forward` skips.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class Mixing(nn.Module):
     """Causal attention: each tensor is (batch, heads, sequence, head_dim)."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Of the query's shape."""
+        """Return the attention output, in the shape of the query."""
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
 
 
@@ -41,10 +39,9 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.heads * config.head_dim, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to the same."""
-        per_head = (
-            self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2)
-        )  # (batch, heads, sequence, ...)
+        """Map (batch, sequence, hidden) to the same shape."""
+        # (batch, heads, sequence, 3 * head_dim)
+        per_head = self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2)
         query, key, value = per_head.chunk(3, -1)
         mixed = self.mixing(query, key, value, None)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
@@ -64,14 +61,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to the same."""
+        """Map (batch, sequence, hidden) to the same shape."""
         x = x + self.attention(self.before_attention(x))
         result: Tensor = x + self.layers(self.before_layers(x))
         return result
 
 
 class OwnModel(nn.Module):
-    """Token ids to a summed loss, or to logits."""
+    """A language model: it maps token ids to a summed loss, or to logits."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -104,13 +101,12 @@ class OwnModel(nn.Module):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """The loss summed over targets, or the logits; of a pipeline stage that is not the last, the hidden
-        states."""
+        """Return the loss summed over targets, or the logits. A pipeline stage that is not the last returns
+        the hidden states."""
         x = inputs
         if self.embedding is not None:
-            positions = (
-                torch.arange(inputs.shape[1], device=inputs.device) if positions is None else positions
-            )
+            if positions is None:
+                positions = torch.arange(inputs.shape[1], device=inputs.device)
             x = self.embedding(inputs) + self.places(positions)
         for block in self.blocks:
             x = block(x)

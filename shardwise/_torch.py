@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch._functorch.config as _functorch
@@ -22,11 +22,33 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+class AutogradContext(Protocol):
+    """The `ctx` of an autograd function, which holds what its forward keeps for its backward.
+
+    torch declares it as `Any`: the attributes are those that the function sets.
+    """
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep tensors for backward, which finds them in `saved_tensors`."""
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Declare outputs that have no gradient."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
 DispatchMode = TorchDispatchMode
 """A mode that sees every operator while it is active. torch has no public name for it."""
 
 
-def writes_to_its_input(operator: Any) -> bool:
+Operator = torch._ops.OpOverload
+"""An operator as a dispatch mode sees it. torch has no public name for its type."""
+
+
+def writes_to_its_input(operator: Operator) -> bool:
     """Return whether an operator, as a dispatch mode sees it, changes one of its inputs.
 
     Only the operator's private schema tells this.

@@ -1,2 +1,2 @@
-"""What training without lockstep is made of: messages and connections of a parameter server, its scheduler,
-and memory that processes share. The drivers (drivers/) use it."""
+"""Parts of asynchronous training: messages and connections of a parameter server, its scheduler, and memory
+that processes share. The drivers (drivers/) use them."""

@@ -1,8 +1,8 @@
-"""What one server of a parameter server holds for its workers: the newest weights, and pushed gradients.
+"""The newest weights and the pushed gradients that one server holds for its workers.
 
-A worker is known by the name of its connection. When the connection ends, a gradient that the worker pushed
-may still count, if the scheduler knows of it. It is dropped once two updates in a row do not list it: one
-list may have been written before the worker's last message reached the scheduler, the next was not.
+A worker is identified by the name of its connection. When the connection ends, a gradient that the worker
+pushed may still count, if the scheduler knows of it. It is dropped once two updates in a row do not list it:
+the first list may be older than the worker's last message to the scheduler, the second is not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwise.resilience.channel import UntrustedMessage
 Key = tuple[str, int]
 """The worker and the portion of a pushed gradient."""
 Slices = Mapping[str, tuple[slice, ...]]
-"""What a server holds of each parameter."""
+"""The slices of each parameter that a server holds."""
 
 
 class GradientStore:
     """The weights and the pushed gradients of one server; all flat, in the order of its slices."""
 
     def __init__(self, slices: Slices, dtype: torch.dtype, codec: RowCodec | None = None) -> None:
-        """`codec` says how gradients are encoded; None: they are sent as they are."""
+        """`codec` decodes gradients; None: they are not encoded."""
         self.slices, self.dtype = slices, dtype
         self._codec = codec
         self.numbers = sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
@@ -43,8 +43,8 @@ class GradientStore:
         """Gradients of such workers that the last update did not list."""
 
     def publish(self, version: int, weights: Tensor) -> None:
-        """Hand out these weights from now on. They must not be changed any more: they may be on their way to
-        a worker for a long time."""
+        """Send these weights to workers from now on. They must not be changed any more, because sending them
+        may take long."""
         with self._lock:
             self._version, self._weights = version, weights
             self._lock.notify_all()
@@ -67,15 +67,12 @@ class GradientStore:
     @property
     def pushed_bytes(self) -> int:
         """Bytes of a gradient as it is sent."""
-        return (
-            self.numbers * self.dtype.itemsize
-            if self._codec is None
-            else self._codec.wire_bytes(self.numbers)
-        )
+        plain: int = self.numbers * self.dtype.itemsize
+        return plain if self._codec is None else self._codec.wire_bytes(self.numbers)
 
     def read(self, wire: Wire, portion: int) -> Tensor:
         """Return the gradient of a portion, which follows the message that was just received."""
-        gradient = self.room()
+        gradient = self.new_buffer()
         if self._codec is None:
             wire.read(gradient)
             return gradient
@@ -87,42 +84,44 @@ class GradientStore:
             raise UntrustedMessage(f"a gradient that cannot be decoded: {error}") from None
         return gradient
 
-    def room(self) -> Tensor:
-        """Return memory for a gradient."""
+    def new_buffer(self) -> Tensor:
+        """Return a tensor for a gradient, reused if one is free."""
         with self._lock:
             return self._spare.pop() if self._spare else torch.empty(self.numbers, dtype=self.dtype)
 
     def put(self, key: Key, gradient: Tensor) -> None:
-        """Store a pushed gradient."""
+        """Store the pushed gradient of a worker's portion."""
         with self._lock:
-            self._let_go(key)
+            self._discard(key)
             self._gradients[key] = gradient
 
     def gone(self, worker: str) -> None:
-        """The connection of this worker has ended."""
+        """Note that the connection of this worker has ended."""
         with self._lock:
             self._gone.add(worker)
 
     def take(self, used: Sequence[Key], brought: Iterable[Key], dropped: Iterable[Key]) -> list[Tensor]:
-        """Return the gradients of an update in the order of `used`; `give_back` ends their use. `brought` are
-        those that count in a later update, `dropped` those that never count."""
+        """Return the gradients of an update in the order of `used`; `give_back` ends their use.
+
+        Gradients in `brought` count in a later update, those in `dropped` never count.
+        """
         with self._lock:
             for key in dropped:
-                self._let_go(key)
+                self._discard(key)
             taken = [self._gradients.pop(key) for key in used]
             unknown = {key for key in self._gradients if key[0] in self._gone} - set(brought)
             for key in unknown & self._forgotten:
-                self._let_go(key)
+                self._discard(key)
             self._forgotten = unknown - self._forgotten
             self._gone &= {worker for worker, _ in self._gradients}
             return taken
 
     def give_back(self, taken: Iterable[Tensor]) -> None:
-        """The gradients that `take` returned are summed: their memory is used again."""
+        """Reuse the memory of gradients that `take` returned, which are summed now."""
         with self._lock:
             self._spare.extend(taken)
 
-    def _let_go(self, key: Key) -> None:
+    def _discard(self, key: Key) -> None:
         gradient = self._gradients.pop(key, None)
         if gradient is not None:
             self._spare.append(gradient)

@@ -1,9 +1,9 @@
-"""Listens for the workers of a parameter server, and answers what they pull, push, ask for and bring.
+"""Listens for the workers of a parameter server, and answers their messages.
 
-Each worker has a thread. One thread greets all callers, so that a flood of strangers costs at most
-`MOST_STRANGERS` connections and no threads. Pulled weights and pushed gradients are in the `GradientStore`;
-the first server has a `Scheduler` too, which hands out the work. The server's main thread takes the next
-update from the scheduler and the store, and publishes new weights.
+Each worker has a thread. One thread authenticates all new connections, so that a flood of unknown callers
+costs at most `MAX_STRANGERS` connections and no threads. Pulled weights and pushed gradients are in the
+`GradientStore`; the first server has a `Scheduler` too, which hands out portions of the data. The server's
+main thread takes the next update from the scheduler and the store, and publishes new weights.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shardwise.resilience.channel import Credentials, UntrustedMessage
 
 log = logging.getLogger("shardwise")
 
-MOST_STRANGERS = 64
-"""Callers that have not shown yet that they know the secret: the next one takes the place of the oldest."""
+MAX_STRANGERS = 64
+"""Number of callers that may be waiting to prove that they know the secret; one more replaces the oldest."""
 GREETER_SECONDS = 0.5
-"""How long at most until the thread that greets callers notices that the time of one is over."""
+"""Seconds between two looks at callers whose time is over."""
 
 
 class _Strangers:
-    """Callers that have not shown yet that they know the secret, the oldest first. One thread waits for all
+    """Callers that have not proved yet that they know the secret, the oldest first. One thread waits for all
     of them."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -49,13 +49,13 @@ class _Strangers:
         self.selector.close()
 
     def add(self, stranger: Stranger) -> None:
-        """Wait for the answer of one more."""
+        """Wait for the answer of one more caller."""
         self._strangers[stranger.connection] = stranger
         self.selector.register(stranger.connection, selectors.EVENT_READ)
 
     def admitted(self, ready: Container[object]) -> Iterator[Wire]:
-        """Return the connections of callers that have shown that they know the secret, and close the others
-        that have spoken."""
+        """Yield the connections of callers that have proved that they know the secret, and close those of
+        callers that have answered wrongly."""
         for connection, stranger in [entry for entry in self._strangers.items() if entry[0] in ready]:
             try:
                 wire = stranger.admitted(self._credentials)
@@ -66,11 +66,11 @@ class _Strangers:
                 self._forget(connection)
                 yield wire
 
-    def hang_up_on_late_ones(self) -> None:
-        """Hang up on those whose time is over, and on the oldest while there are too many."""
+    def close_late(self) -> None:
+        """Close the connections of callers whose time is over, and of the oldest while there are too many."""
         now = time.monotonic()
         for connection, stranger in list(self._strangers.items()):
-            if stranger.deadline < now or len(self._strangers) > MOST_STRANGERS:
+            if stranger.deadline < now or len(self._strangers) > MAX_STRANGERS:
                 self._hang_up(connection)
 
     def _forget(self, connection: socket.socket) -> None:
@@ -83,7 +83,7 @@ class _Strangers:
 
 
 class Listener:
-    """Listens for workers, and talks with each in a thread of its own."""
+    """Listens for workers, and answers each of them in a separate thread."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Listener:
         job: str = "",
         rows: int = 1,
     ) -> None:
-        """`scheduler` is that of the first server; `job` is a checksum of the job; `rows` are those of a
-        portion."""
+        """`scheduler` is None but in the first server; `job` is a checksum of the job; `rows` is the number
+        of rows of a portion."""
         self._credentials, self._store, self._scheduler = credentials, store, scheduler
         self._job, self._rows = job, rows
         self._listener = listen(address)
@@ -108,12 +108,11 @@ class Listener:
         self._greeter.start()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Stop listening and close the connections of all workers."""
         self._store.close()
         self._closed = True
-        with suppress(
-            OSError
-        ):  # on some systems what only listens cannot be shut down; the thread looks up soon anyway
+        # some systems cannot shut a listening socket down; the thread ends soon anyway
+        with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._greeter.join()
         with self._lock:
@@ -122,28 +121,26 @@ class Listener:
             wire.close()
 
     def _greet_callers(self) -> None:
-        """Take callers in and greet them, until the server ends. A worker that knows the secret gets a
-        thread."""
+        """Accept connections until the server ends, and start a thread for each worker that knows the
+        secret."""
         with self._listener, _Strangers(self._credentials) as strangers:
             strangers.selector.register(self._listener, selectors.EVENT_READ)
             while not self._closed:
                 ready = {key.fileobj for key, _ in strangers.selector.select(GREETER_SECONDS)}
-                # Strangers come before the next caller, which may take the place of one that has just
-                # answered.
+                # Answers come before a new caller, which may replace a caller that has just answered.
                 for wire in strangers.admitted(ready):
                     self._start_thread(wire)
-                if self._listener in ready and (stranger := self._take_in()) is not None:
+                if self._listener in ready and (stranger := self._accept()) is not None:
                     strangers.add(stranger)
-                strangers.hang_up_on_late_ones()
+                strangers.close_late()
 
-    def _take_in(self) -> Stranger | None:
-        """The next caller, greeted; None where it is gone already, or there is nothing left to take it in
-        with."""
+    def _accept(self) -> Stranger | None:
+        """Accept and greet the next caller; None if it is gone, or the system has no resources for it."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
             if not self._closed:
-                time.sleep(0.1)  # out of file descriptors, say
+                time.sleep(0.1)  # there may be no file descriptors left
             return None
         try:
             return Stranger(connection)
@@ -156,7 +153,7 @@ class Listener:
             self._wires.add(wire)
         try:
             threading.Thread(target=self._converse, args=(wire,), name="worker", daemon=True).start()
-        except RuntimeError as error:  # the system allows no more threads, for now
+        except RuntimeError as error:  # the system allows no more threads for now
             log.warning("a worker was turned away, and may call again: %s", error)
             with self._lock:
                 self._wires.discard(wire)
@@ -192,17 +189,17 @@ class Listener:
         return message.worker
 
     def _answer(self, wire: Wire, worker: str) -> bool:
-        """Answer one message; whether there may be more."""
-        text, behind = wire.receive()
+        """Answer one message. Return whether there may be more."""
+        text, tensor_bytes = wire.receive()
         message = messages.from_json(text)
         if isinstance(message, messages.Push):
-            if behind != self._store.pushed_bytes:
-                raise UntrustedMessage(f"a gradient of {behind} bytes")
+            if tensor_bytes != self._store.pushed_bytes:
+                raise UntrustedMessage(f"a gradient of {tensor_bytes} bytes")
             self._store.put((worker, message.portion), self._store.read(wire, message.portion))
             wire.send(messages.to_json(messages.Stored()))
             return True
-        if behind:
-            raise UntrustedMessage(f"{behind} bytes behind {message}")
+        if tensor_bytes:
+            raise UntrustedMessage(f"{tensor_bytes} bytes behind {message}")
         match message:
             case messages.Pull(least, have):
                 newest, weights = self._store.weights(least)
@@ -214,14 +211,14 @@ class Listener:
             case messages.Bring() if self._scheduler is not None:
                 wire.send(messages.to_json(messages.Noted(self._scheduler.bring(worker, message))))
             case _:
-                raise UntrustedMessage(f"{message} to a server that has nothing to do with it")
+                raise UntrustedMessage(f"{message} to a server that does not answer such messages")
         return True
 
 
 def _received(wire: Wire) -> messages.Message:
-    text, behind = wire.receive()
-    if behind:
-        raise UntrustedMessage(f"{behind} bytes behind {text}")
+    text, tensor_bytes = wire.receive()
+    if tensor_bytes:
+        raise UntrustedMessage(f"{tensor_bytes} bytes behind {text}")
     return messages.from_json(text)
 
 

@@ -1,15 +1,15 @@
-"""What workers and servers say to each other: one frozen value for each message, JSON on the wire.
+"""The messages between workers and servers: one frozen value for each, sent as JSON.
 
-A worker greets every server and learns which slices of the weights that one keeps. Then it asks the first
+A worker greets every server and learns which slices of the weights that server holds. Then it asks the first
 server, whose scheduler hands out the work, for a portion; pulls the weights from each server; pushes its
-gradient to each; and tells the scheduler that the portion is there. Weights and gradients travel behind
-`Weights` and `Push`, flat, slice after slice.
+gradient to each; and tells the scheduler that the portion is finished. Weights and gradients follow the
+messages `Weights` and `Push`, flat, slice after slice.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -29,12 +29,14 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to `Hello`: which slices this server keeps, as (start, stop) along each dim by the name of
-    the parameter; a checksum of its job; and the rows of a portion."""
+    """The answer of a server to `Hello`."""
 
     slices: dict[str, tuple[tuple[Count, Count], ...]]
+    """The slice of each parameter that this server holds, as (start, stop) along each dim."""
     job: Name
+    """Checksum of the server's job."""
     rows: Count
+    """Number of rows of a portion."""
     kind: Literal["welcome"] = "welcome"
 
 
@@ -96,15 +98,15 @@ class Push:
 
 @dataclass(frozen=True)
 class Stored:
-    """The gradient has arrived."""
+    """The answer to `Push`: the server has stored the gradient."""
 
     kind: Literal["stored"] = "stored"
 
 
 @dataclass(frozen=True)
 class Bring:
-    """The gradient of this portion is with every server. Its loss is a sum over items: tokens, or what a
-    user's module counts."""
+    """A worker tells the scheduler that every server has the gradient of this portion. The loss is a sum over
+    items: tokens, or what a user's module counts."""
 
     portion: Count
     loss: float
@@ -116,7 +118,7 @@ class Bring:
 
 @dataclass(frozen=True)
 class Noted:
-    """Whether the portion counts; it does not if another worker was first."""
+    """The answer to `Bring`: whether the portion counts; it does not if another worker was first."""
 
     counts: bool
     kind: Literal["noted"] = "noted"
@@ -128,13 +130,13 @@ Message = FromWorker | FromServer
 _MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
-def to_json(message: Message) -> dict[str, Any]:
-    """Return a message as it is sent."""
+def to_json(message: Message) -> dict[str, object]:
+    """Return a message as the JSON object that is sent."""
     return asdict(message)
 
 
-def from_json(value: dict[str, Any]) -> Message:
-    """Return a message that was received."""
+def from_json(value: dict[str, object]) -> Message:
+    """Return the message that a received JSON object stands for."""
     try:
         return _MESSAGE.validate_python(value)
     except ValueError as error:

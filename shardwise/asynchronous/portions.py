@@ -1,27 +1,24 @@
-"""Who computes what next, and whose gradients make the next update: the judgement of a parameter server, and
-nothing else.
+"""Decides for a parameter server which worker computes what next, and which gradients make the next update.
 
-The training data is a row of *portions*; so many of them make a global batch. A worker asks, is handed the
-next portion, reads the weights, and brings the gradient of that portion. So many gradients as there are
-portions in a batch make an *update*; the number of updates made is the *version* of the weights. What an
-update is short of its newest weights, the version it is made on minus the version that its gradient was
-computed with, is that gradient's *staleness*.
+The training data is a row of *portions*; a fixed number of them make a global batch. A worker asks, is handed
+the next portion, reads the weights, and brings the gradient of that portion. As many gradients as there are
+portions in a batch make an *update*; the number of updates made is the *version* of the weights. The
+*staleness* of a gradient is the version that it is applied to minus the version that it was computed with.
 
-A bound on staleness gives every portion a deadline: what was read at version v has to be in update v + bound
-at the latest. The earliest deadlines go first, and an update waits if without it too many portions would be
-left for the updates that remain to them. With a bound of 0 a portion of the next batch is handed out only
-when all of this one are in: that is synchronous training, whoever computes what.
+A bound on staleness gives every portion a deadline: a gradient of weights of version v has to be in update
+v + bound at the latest. The earliest deadlines go first, and an update waits if too many portions would be
+left for the updates before their deadlines. With a bound of 0, portions of the next batch are handed out only
+when this batch is complete: that is synchronous training, whichever worker computes which portion.
 
-Where servers are slower than workers, gradients would pile up before them and grow old there, and no update
-would be made sooner for it. So nothing is handed out while what the update after the next needs lies there
-already, with a bound or without.
+If servers are slower than workers, gradients would pile up at the servers and become stale, and no update
+would be made sooner. So nothing is handed out while all gradients of the update after the next have arrived,
+with a bound or without.
 
-A portion counts once. Those of a worker that is lost are handed out again before any other. Where `again` is
-set, a worker that would have to wait computes a portion that another has not brought yet, and the first to
-come counts: nobody waits for a slow worker, and no data are dropped for it.
+A portion counts once. Portions of a lost worker are handed out again before any other. If `again` is set, a
+worker that would have to wait computes a portion that another has not brought yet, and the first gradient
+counts: then no worker waits for a slow worker, and no data are dropped because of it.
 
-It has no clock, no process and no socket, so that every order of events can be tried in a test, and
-replayed.
+This module uses no clock, no process and no socket, so a test can try every order of events, and repeat it.
 """
 
 from __future__ import annotations
@@ -34,8 +31,7 @@ Worker = str
 
 @dataclass(frozen=True)
 class Contribution:
-    """A gradient that was brought: of which portion, by whom, and computed with which version of the
-    weights."""
+    """A gradient that a worker brought, and the version of the weights that it was computed with."""
 
     portion: int
     worker: Worker
@@ -44,8 +40,8 @@ class Contribution:
 
 @dataclass(frozen=True)
 class State:
-    """What of a server's work outlives it: portions below `next_portion` are in the weights, but for those
-    that are missing."""
+    """The part of a checkpoint that tells which portions are in the weights: all below `next_portion`, except
+    those that are missing."""
 
     version: int = 0
     next_portion: int = 0
@@ -54,25 +50,26 @@ class State:
 
 @dataclass
 class Portions:
-    """The portions of one run: handed out, brought, and used."""
+    """The portions of a run that are handed out, brought back, and used."""
 
     portions: int
-    """That make an update."""
+    """Number of portions that make an update."""
     updates: int
-    """In all."""
+    """Number of updates of the whole run."""
     most_stale: int | None
-    """None: no bound."""
+    """Largest staleness of a gradient; None: there is no bound."""
     again: bool = False
+    """Whether a worker that would have to wait computes a portion that another has not brought yet."""
     start: State = field(default_factory=State)
     late: int = 0
-    """Gradients that came after another of the same portion, and were dropped."""
+    """Number of gradients that were dropped because another worker had brought the same portion."""
 
     def __post_init__(self) -> None:
         self.version, self._next = self.start.version, self.start.next_portion
         self._missing = sorted(self.start.missing)
         self._out: dict[int, dict[Worker, int]] = {}
-        """Portions under way: the version that each worker on it reads. In the order in which they were first
-        handed out."""
+        """For each portion that is being computed, the version that each of its workers reads; in the order
+        in which portions were first handed out."""
         self._brought: dict[int, Contribution] = {}
 
     @property
@@ -81,24 +78,24 @@ class Portions:
         return self.version >= self.updates
 
     def state(self) -> State:
-        """As it is to be begun anew from the weights of this version."""
+        """Return the state from which a run continues with the weights of this version."""
         return State(self.version, self._next, tuple(sorted([*self._missing, *self._out, *self._brought])))
 
     def ask(self, worker: Worker) -> int | None:
-        """The portion that this worker is to compute, with the present weights or newer ones; None: nothing
-        for now."""
-        self.lost(worker)  # what it was handed before, it no longer computes
-        if len(self._brought) >= 2 * self.portions:  # one update that may be in the making, and the next
+        """Return the portion that this worker should compute, with the present weights or newer ones; None:
+        there is none for now."""
+        self.lost(worker)  # it no longer computes its last portion
+        if len(self._brought) >= 2 * self.portions:  # the update that is being made, and the next
             return None
         pending = len(self._out) + len(self._brought)
-        if pending < self._room():
+        if pending < self._capacity():
             portion = self._missing.pop(0) if self._missing else self._take_next()
             self._out[portion] = {worker: self.version}
             return portion
         return self._copied(worker) if self.again else None
 
     def bring(self, worker: Worker, portion: int) -> bool:
-        """A worker has computed a portion; whether it counts."""
+        """Note that a worker has computed a portion. Return whether it counts."""
         version = self._out.get(portion, {}).get(worker)
         if version is None:
             self.late += 1
@@ -108,39 +105,40 @@ class Portions:
         return True
 
     def lost(self, worker: Worker) -> None:
-        """What this worker was handed goes back, unless another is on it too. What it has brought counts."""
-        for portion, on_it in list(self._out.items()):
-            on_it.pop(worker, None)
-            if not on_it:
+        """Take back a worker's portions, unless another computes them too. Portions it has brought count."""
+        for portion, readers in list(self._out.items()):
+            readers.pop(worker, None)
+            if not readers:
                 del self._out[portion]
                 self._missing = sorted([*self._missing, portion])
 
     def due(self) -> list[Contribution] | None:
-        """The contributions of the next update, by portion; None: it has to wait."""
+        """Return the contributions of the next update, by portion; None: it has to wait."""
         if len(self._brought) < self.portions or self.ended:
             return None
-        by_deadline = sorted(self._brought.values(), key=lambda one: (one.version, one.portion))
+        by_deadline = sorted(self._brought.values(), key=lambda brought: (brought.version, brought.portion))
         used, rest = by_deadline[: self.portions], by_deadline[self.portions :]
-        left = [one.version for one in rest] + [min(on_it.values()) for on_it in self._out.values()]
-        return sorted(used, key=lambda one: one.portion) if self._in_time(left) else None
+        left = [brought.version for brought in rest]
+        left += [min(readers.values()) for readers in self._out.values()]
+        return sorted(used, key=lambda brought: brought.portion) if self._in_time(left) else None
 
     def update(self, used: list[Contribution]) -> None:
-        """These are in the weights now."""
-        for one in used:
-            del self._brought[one.portion]
+        """Note that these contributions are in the weights now."""
+        for contribution in used:
+            del self._brought[contribution.portion]
         self.version += 1
 
     def unused(self) -> list[Contribution]:
-        """What was brought and is in no update yet."""
+        """Return the contributions that are in no update yet."""
         return list(self._brought.values())
 
     def staleness(self, used: list[Contribution]) -> list[int]:
-        """Of each, in the update that is due."""
-        return [self.version - one.version for one in used]
+        """Return the staleness of each of these contributions in the next update."""
+        return [self.version - contribution.version for contribution in used]
 
-    def _room(self) -> int:
-        """How many portions may be under way or brought: as many as can be used before the newest is too
-        stale, or at all."""
+    def _capacity(self) -> int:
+        """Return the largest number of portions that are being computed or brought: as many as can be used
+        before the newest is too stale, and before the run ends."""
         ahead = self.updates - self.version
         return self.portions * (ahead if self.most_stale is None else min(ahead, self.most_stale + 1))
 
@@ -149,15 +147,15 @@ class Portions:
         return self._next - 1
 
     def _copied(self, worker: Worker) -> int | None:
-        """A portion that others are on, the fewest and the longest; it reads the same weights as they do."""
-        alike = [portion for portion, on_it in self._out.items() if min(on_it.values()) == self.version]
-        portion = min(alike, key=lambda one: len(self._out[one]), default=None)
+        """Return a portion of the same weights that the fewest workers compute, the oldest of these."""
+        same = [portion for portion, readers in self._out.items() if min(readers.values()) == self.version]
+        portion = min(same, key=lambda portion: len(self._out[portion]), default=None)
         if portion is not None:
             self._out[portion][worker] = self.version
         return portion
 
     def _in_time(self, left: list[int]) -> bool:
-        """Whether what was read at these versions can be used in time by the updates after the next."""
+        """Return whether gradients of these versions can be used in time by the updates after the next."""
         if self.most_stale is None:
             return True
         count = 0

@@ -1,8 +1,8 @@
-"""Hands portions of the data to the workers of a parameter server, and puts updates together.
+"""Hands portions of the data to the workers of a parameter server, and assembles updates.
 
-Who computes what next is decided in portions.py, without clock or threads. The scheduler adds both: workers
-ask and bring from a thread each, wait where there is nothing to do, and lose a portion that takes too long.
-It runs in the first server.
+portions.py decides which worker computes what next, without clock or threads. The scheduler adds both: each
+worker has a thread, waits if there is nothing to do, and loses a portion that takes too long. It runs in the
+first server.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from shardwise.asynchronous.portions import Contribution, Portions, State
 log = logging.getLogger("shardwise")
 
 ASK_SECONDS = 1.0
-"""How long a worker that asks waits before it is told to ask again."""
+"""Seconds that a worker waits for a portion before it is told to ask again."""
 PATIENCE = 0.5
-"""A worker waits for weights that are about to come for at most this share of the time of a portion."""
+"""Longest wait of a worker for new weights, as a share of the time that it takes for a portion."""
 OVERDUE, SHORTEST_OVERDUE = 20.0, 20.0
-"""A portion that takes this many times as long as usual, and at least this many seconds, goes to another
-worker."""
+"""A portion goes to another worker if it takes this many times as long as usual, and at least this many
+seconds."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What the next update is made of: the contributions, and the sums of what workers reported."""
+    """The contributions of the next update, and the sums of what their workers reported."""
 
     contributions: tuple[Contribution, ...]
     staleness: tuple[int, ...]
@@ -50,37 +50,38 @@ class Update:
     @property
     def keys(self) -> list[Key]:
         """The keys of its gradients."""
-        return [(one.worker, one.portion) for one in self.contributions]
+        return [(contribution.worker, contribution.portion) for contribution in self.contributions]
 
 
 class Scheduler:
     """Workers ask it for portions and bring them back; the server waits here for the next update.
 
-    A worker that asks just before an update is made would read weights that are old at once. So it waits for
-    a while if the missing gradients should be there within that time, going by how long their workers took
-    before.
+    A worker that asks just before an update would read weights that are soon old. So it waits for a while if
+    the missing gradients should arrive within that time, judged by how long their workers took before.
     """
 
     def __init__(self, work: Portions, clock: Callable[[], float] = time.monotonic) -> None:
         self.work, self._clock = work, clock
         self._changed = threading.Condition()
         self._reported: dict[int, messages.Bring] = {}
-        """By portion, what workers reported of those that are brought and not used yet."""
+        """Reports of workers by portion, for portions that are brought and not used yet."""
         self._since: dict[Key, float] = {}
+        """Time at which each portion was handed out."""
         self._took: deque[float] = deque(maxlen=64)
-        """Seconds from asking to bringing, of the last portions."""
+        """Seconds from asking to bringing, for the last portions."""
         self._usual: dict[str, float] = {}
-        """The same for the last portion of each worker."""
+        """Seconds from asking to bringing, for the last portion of each worker."""
         self._patient_until: dict[str, float] = {}
-        """Until when workers wait for weights that are about to come."""
+        """Time until which each worker waits for new weights."""
         self._dropped: list[Key] = []
         self._cut_off: set[str] = set()
-        """Workers whose portion went to another. They must come back under another name: otherwise gradients
-        that they push before and after could be confused."""
+        """Workers whose portion went to another. They must come back under another name, so that gradients
+        which they pushed before are not confused with later ones."""
         self._closed = False
 
     def ask(self, worker: str, seconds: float = ASK_SECONDS) -> messages.Task | messages.Wait | messages.End:
-        """Return what this worker is to do, as soon as there is something, within this many seconds."""
+        """Return this worker's next task as soon as there is one; after this many seconds, tell it to ask
+        again."""
         deadline = self._clock() + seconds
         with self._changed:
             while not self.work.ended:
@@ -99,7 +100,7 @@ class Scheduler:
             return messages.End()
 
     def bring(self, worker: str, report: messages.Bring) -> bool:
-        """Take note of a portion that a worker has pushed; return whether it counts."""
+        """Note a portion that a worker has pushed. Return whether it counts."""
         with self._changed:
             self._check(worker)
             counts = self.work.bring(worker, report.portion)
@@ -114,7 +115,7 @@ class Scheduler:
             return counts
 
     def lost(self, worker: str) -> None:
-        """The connection of this worker has ended."""
+        """Note that the connection of this worker has ended."""
         with self._changed:
             self._forget(worker)
             self._cut_off.discard(worker)
@@ -132,33 +133,33 @@ class Scheduler:
                 self._reassign_overdue()
                 if not self._changed.wait(deadline - time.monotonic()):
                     return None
-            reports = [self._reported[one.portion] for one in used]
-            keys = {one.portion for one in used}
-            brought = tuple(
-                (one.worker, one.portion) for one in self.work.unused() if one.portion not in keys
-            )
-            dropped, self._dropped = tuple(self._dropped), []
-            return Update(
-                contributions=tuple(used),
-                staleness=tuple(self.work.staleness(used)),
-                loss=math.fsum(one.loss for one in reports),
-                items=math.fsum(one.items for one in reports),
-                tokens=sum(one.tokens for one in reports),
-                checksum=sum(one.checksum for one in reports),
-                brought=brought,
-                dropped=dropped,
-            )
+            return self._assemble(used)
+
+    def _assemble(self, used: list[Contribution]) -> Update:
+        reports = [self._reported[contribution.portion] for contribution in used]
+        later = [contribution for contribution in self.work.unused() if contribution not in used]
+        dropped, self._dropped = tuple(self._dropped), []
+        return Update(
+            contributions=tuple(used),
+            staleness=tuple(self.work.staleness(used)),
+            loss=math.fsum(report.loss for report in reports),
+            items=math.fsum(report.items for report in reports),
+            tokens=sum(report.tokens for report in reports),
+            checksum=sum(report.checksum for report in reports),
+            brought=tuple((contribution.worker, contribution.portion) for contribution in later),
+            dropped=dropped,
+        )
 
     def made(self, update: Update) -> None:
-        """The update is made, and every server has published the new weights."""
+        """Note that the update is made, and that every server has published the new weights."""
         with self._changed:
             self.work.update(list(update.contributions))
-            for one in update.contributions:
-                del self._reported[one.portion]
+            for contribution in update.contributions:
+                del self._reported[contribution.portion]
             self._changed.notify_all()
 
     def state(self) -> State:
-        """Return what of the data is in the weights of the last update."""
+        """Return which portions are in the weights of the last update."""
         with self._changed:
             return self.work.state()
 
@@ -169,7 +170,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def _patience(self, worker: str, now: float) -> float:
-        """Return for how many seconds the worker had better wait for the next weights."""
+        """Return for how many seconds the worker should wait for the next weights."""
         usual = self._usual.get(worker)
         if usual is None or self.work.most_stale == 0:  # then weights are never old
             return 0.0
@@ -177,10 +178,10 @@ class Scheduler:
         return until - now if until > now and self._next_version_by(now) <= until else 0.0
 
     def _next_version_by(self, now: float) -> float:
-        """Return when all gradients of the next update should be here; late ones are expected at once."""
+        """Return when all gradients of the next update should have arrived; late ones are expected now."""
         lacking = self.work.portions - len(self.work.unused())
         if lacking <= 0:
-            return now  # it is being made
+            return now  # the update is being made
         due = sorted(
             max(now, since + self._usual.get(worker, math.inf)) for (worker, _), since in self._since.items()
         )
@@ -191,7 +192,9 @@ class Scheduler:
             return
         limit, now = max(SHORTEST_OVERDUE, OVERDUE * statistics.median(self._took)), self._clock()
         for worker in {worker for (worker, _), since in self._since.items() if now - since > limit}:
-            log.warning("worker %s was not heard of for %.0f s: another does its portion", worker, limit)
+            log.warning(
+                "worker %s sent nothing for %.0f s: another worker computes its portion", worker, limit
+            )
             self._forget(worker)
             self._cut_off.add(worker)
 
@@ -199,11 +202,11 @@ class Scheduler:
         if self._closed:
             raise EOFError("the server ends")
         if worker in self._cut_off:
-            raise EOFError("it was not heard of for long")
+            raise EOFError("it sent nothing for too long")
 
     def _forget(self, worker: str) -> None:
         self.work.lost(worker)
         self._since = {key: when for key, when in self._since.items() if key[0] != worker}
-        for known in (self._usual, self._patient_until):
-            known.pop(worker, None)
+        for times in (self._usual, self._patient_until):
+            times.pop(worker, None)
         self._changed.notify_all()

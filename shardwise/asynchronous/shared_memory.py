@@ -1,12 +1,12 @@
 """Weights and moments that the processes of one machine share and update without a lock: Hogwild! (Niu et al.
 2011).
 
-Every process computes a gradient with the weights as they lie there and adds its update to them, whatever
-others write meanwhile. Nobody waits. What it costs: a gradient may be of weights that others have changed
-since, and of two who change one number at the same moment one may be lost. Where updates touch few rows of a
-large table that is rare, and Niu et al. show that the loss falls as in a serial run. Where all of them touch
-all weights, it is an asynchronous run like others, with a noise of its own. They had SGD; the two moments of
-AdamW need more care (optimizers/adamw.py).
+Every process computes a gradient with the present weights and adds its update to them, whatever others write
+at the same time. No process waits. The cost: other processes may have changed the weights after a gradient
+was computed, and if two processes change one number at the same moment, one change may be lost. If updates
+touch few rows of a large table, that is rare, and Niu et al. show that the loss falls as in a serial run. If
+all updates touch all weights, the run is asynchronous like others, with additional noise. Niu et al. used
+SGD; the two moments of AdamW need more care (optimizers/adamw.py).
 
 The memory is a file without a name, which the first process makes and the others open through /proc. It is
 gone with the last of them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits
@@ -14,20 +14,20 @@ its size. It holds one copy of weights and moments for all processes, and 8 byte
 by.
 
 *Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote
-it last, and in the how-manieth update of his. A worker notes before its forward how many updates each of the
-others has finished; a row that it is about to write with a stamp of another's later update was written since
-it was read. Stamps are read and written without a lock too, so two who write one row within the same
+it last, and the number of that worker's update. A worker notes before its forward how many updates each of
+the others has finished; a row that it is about to write with a stamp of another's later update was written
+since it was read. Stamps are read and written without a lock too, so two who write one row within the same
 microseconds may both miss it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -36,52 +36,56 @@ from torch import Tensor, nn
 from shardwise.checkpoint.save import state_of
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Peers
-from shardwise.locks import take_lock
 from shardwise.optim import ShardedOptimizer
 
-ALIGNED = 64
-"""Bytes of a cache line: no two tensors share one."""
+CACHE_LINE = 64
+"""Bytes of a cache line. No two tensors share a line."""
 Key = TypeVar("Key", bound=Hashable)
 
 
 class SharedMemory(Generic[Key]):
-    """Tensors that all processes see, with the first one's values."""
+    """Tensors that all processes share. They begin with the values of the first process."""
 
-    def __init__(self, peers: Peers, own: Mapping[Key, Tensor]) -> None:
-        """All processes do this together, with tensors of the same keys, shapes and dtypes."""
+    def __init__(self, peers: Peers, local: Mapping[Key, Tensor]) -> None:
+        """All processes call this together, with tensors of the same keys, shapes and dtypes."""
         ends = [0]
-        for tensor in own.values():
-            ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
+        for tensor in local.values():
+            ends.append(ends[-1] + -(-tensor.nbytes // CACHE_LINE) * CACHE_LINE)
         file = self._open(peers, ends[-1])
         memory = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
         self.tensors = {
             key: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, (key, tensor) in zip(ends, own.items(), strict=False)
+            for start, (key, tensor) in zip(ends, local.items(), strict=False)
         }
         if peers.rank == 0:
-            for key, tensor in own.items():
+            for key, tensor in local.items():
                 self.tensors[key].copy_(tensor)
-        peers.from_everyone("has opened it")  # and the values are in place
+        peers.all_gather("has opened it")  # and the values are in place
 
     def _open(self, peers: Peers, size: int) -> int:
         file = -1
         if peers.rank == 0:
             file = os.memfd_create("shardwise")
             os.ftruncate(file, size)
-        path = peers.from_rank(f"/proc/{os.getpid()}/fd/{file}", 0)
+        path = peers.broadcast(f"/proc/{os.getpid()}/fd/{file}", 0)
         if peers.rank != 0:
             file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, file)
-        self._path = Path(f"/proc/self/fd/{file}")
+        self._file = file
         return file
 
-    def locked(self) -> ExitStack:
-        """Keep the others waiting until the value returned is closed. Whoever dies lets go."""
-        return take_lock(self._path, "", wait=lambda: None)
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the memory. The system releases the lock of a process that dies."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class Stamps:
-    """Who wrote each row last, as one of the workers sees it."""
+    """Tells one of the workers who wrote each row last."""
 
     def __init__(self, last: Tensor, finished: Tensor, worker: int) -> None:
         """`last`: of each row, the worker who wrote it and the number of its update, in one integer.
@@ -91,18 +95,19 @@ class Stamps:
         self._seen = finished.clone()
 
     def read(self) -> None:
-        """Weights are about to be read."""
+        """Note which updates the others have finished, before weights are read."""
         self._seen = self._finished.clone()
 
     def write(self, rows: Tensor) -> int:
-        """These rows are about to be written: in how many of them have others written since the read?"""
+        """Mark rows that are about to be written. Return in how many of them others have written since the
+        weights were read."""
         last = self._last[rows]
         number, writer = last // self._workers, last % self._workers
         self._last[rows] = (int(self._finished[self._worker]) + 1) * self._workers + self._worker
         return int(((writer != self._worker) & (number > self._seen[writer])).sum())
 
     def written(self) -> None:
-        """They are."""
+        """The update of the marked rows is finished."""
         self._finished[self._worker] += 1
 
 
@@ -120,8 +125,8 @@ class SharedState:
             "last": torch.zeros(int(rows.sum()), dtype=torch.int64),
             "finished": torch.zeros(peers.world, dtype=torch.int64),
         }
-        own: dict[StateKey | str, Tensor] = dict([*state_of(named, optimizer).items(), *stamps.items()])
-        self.memory = SharedMemory(peers, own)
+        local: dict[StateKey | str, Tensor] = dict([*state_of(named, optimizer).items(), *stamps.items()])
+        self.memory = SharedMemory(peers, local)
         tensors = self.memory.tensors
         for name, parameter in named:
             parameter.data = tensors[StateKey.model(name)]
@@ -132,8 +137,8 @@ class SharedState:
         self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
 
     def touched(self) -> Tensor:
-        """The rows that the present gradients touch: those of a sparse one, and one for each that is
-        dense."""
+        """Return the rows that the present gradients touch: those of a sparse gradient, and one for each
+        dense gradient."""
         pairs = zip(self.parameters, self._first_rows, strict=False)
         return torch.cat(
             [_rows(parameter.grad, first) for parameter, first in pairs if parameter.grad is not None]

@@ -1,18 +1,18 @@
-"""A connection between a worker and a server: messages with tensors behind them, proof against strangers.
+"""An authenticated connection between a worker and a server, for messages that may be followed by a tensor.
 
-It opens as one between hosts does (resilience/channel.py): both ends show that they know the run's secret,
-and draw the key of this connection from it. From then on every message, and every 4 MiB of a tensor, is
-followed by a code under that key (AES-GCM over what is sent in the clear), numbered so that nothing can be
-changed, left out or sent again. HMAC-SHA256, which the hosts use for their few lines, would take longer than
-the network does for a gigabyte of gradients; this takes a quarter of a second. Where both ends are at a
-loopback address, what follows the greeting passes through nobody's hands but the kernel's: messages carry
-their codes there too, tensors do without.
+It opens like a connection between hosts (resilience/channel.py): both ends prove that they know the run's
+secret, and derive the key of this connection from it. From then on every message, and every 4 MiB of a
+tensor, is followed by a code under that key (AES-GCM; the content is not encrypted), numbered so that nothing
+can be changed, left out or sent again. For a gigabyte of gradients this takes a quarter of a second;
+HMAC-SHA256, which the hosts use for their few lines, would take longer than the network. If both ends have a
+loopback address, the data never leave the machine: messages have their codes there too, tensors have none.
 
     header   4 bytes: length of the text; 8 bytes: bytes of the tensor
     text     JSON, then the code of header and text
-    tensor   in pieces of at most 4 MiB, each with its code; on one machine, as it is
+    tensor   in pieces of at most 4 MiB, each with its code; on one machine without codes
 
-The length is believed once its code is right, and is then held against what the receiver has room for.
+The length of a tensor is used only after its code is checked, and compared with the size that the receiver
+expects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from cryptography.exceptions import InvalidTag
@@ -37,9 +37,9 @@ TEXT_BYTES = 1 << 22
 PIECE_BYTES = 4 << 20
 CODE_BYTES = 16
 HELLO_SECONDS = 5.0
-"""How long a caller may take to show that it knows the secret."""
+"""Seconds in which a caller must prove that it knows the secret."""
 SEND_SECONDS = 60.0
-"""How long the other end may take nothing of what is sent, or send nothing of what it has begun to send."""
+"""Seconds without progress, while a message is sent or received, after which the connection ends."""
 _HEADER = struct.Struct("<IQ")
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 5,
@@ -47,18 +47,19 @@ _KEEPALIVE = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": int(1000 * SEND_SECONDS),
 }
-"""A machine that is gone without a word is noticed within eleven seconds; where something was on its way to
-it, in a minute."""
+"""Socket options with which a machine that disappears is noticed within eleven seconds; if data were on the
+way to it, within a minute."""
 
 Side = Literal["server", "worker"]
 
 
 class Wire:
-    """One end, after the greeting. Sends and receives whole messages, one at a time each way."""
+    """One end of a connection after the greeting. It sends and receives whole messages, one at a time in each
+    direction."""
 
     def __init__(self, connection: socket.socket, key: bytes, side: Side) -> None:
         self._socket, self._cipher = connection, AESGCM(key)
-        self._own, self._other = (b"s", b"w") if side == "server" else (b"w", b"s")
+        self._send_prefix, self._receive_prefix = (b"s", b"w") if side == "server" else (b"w", b"s")
         self._sent = self._received = 0
         self._tensors_have_codes = not stays_on_this_machine(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,8 +68,8 @@ class Wire:
             if hasattr(socket, option):  # not on every system
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
-    def send(self, message: dict[str, Any], tensor: Tensor | None = None) -> None:
-        """Send a message, and the bytes of a tensor behind it."""
+    def send(self, message: dict[str, object], tensor: Tensor | None = None) -> None:
+        """Send a message, followed by the bytes of a tensor."""
         self._socket.settimeout(SEND_SECONDS)
         text, content = json.dumps(message).encode(), _bytes(tensor)
         header = _HEADER.pack(len(text), len(content))
@@ -78,16 +79,16 @@ class Wire:
             if self._tensors_have_codes:
                 self._socket.sendall(self._code_of(piece))
 
-    def receive(self) -> tuple[dict[str, Any], int]:
-        """The next message, however long it takes to come, and how many bytes of a tensor are behind it:
-        `read` those next."""
+    def receive(self) -> tuple[dict[str, object], int]:
+        """Wait for the next message. Return it and the number of bytes of the tensor that follows, which
+        `read` must read next."""
         self._socket.settimeout(None)
-        header = self._exactly(_HEADER.size)
+        header = self._read_bytes(_HEADER.size)
         self._socket.settimeout(SEND_SECONDS)
-        length, bytes_behind = _HEADER.unpack(header)
+        length, tensor_bytes = _HEADER.unpack(header)
         if length > TEXT_BYTES:
             raise UntrustedMessage(f"a message of {length} bytes")
-        text = self._exactly(length)
+        text = self._read_bytes(length)
         self._check(header + text)
         try:
             message = json.loads(bytes(text))
@@ -95,35 +96,36 @@ class Wire:
             raise UntrustedMessage(f"no message: {error}") from None
         if not isinstance(message, dict):
             raise UntrustedMessage("no message")
-        return message, bytes_behind
+        return message, tensor_bytes
 
     def read(self, into: Tensor) -> None:
-        """The tensor behind the message that was just received; as many bytes as were announced."""
+        """Read the tensor that follows the message that was just received."""
         for piece in _pieces(_bytes(into)):
             self._fill(piece)
             if self._tensors_have_codes:
                 self._check(piece)
 
     def close(self) -> None:
-        """Close the connection; whoever waits at either end is freed."""
-        with suppress(OSError):  # the other end may have been first
+        """Close the connection, which ends all waits at both ends."""
+        with suppress(OSError):  # the other end may have closed it first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _code_of(self, content: bytes | memoryview) -> bytes:
-        code = self._cipher.encrypt(self._own + self._sent.to_bytes(11, "big"), b"", content)
+        code = self._cipher.encrypt(self._send_prefix + self._sent.to_bytes(11, "big"), b"", content)
         self._sent += 1
         return code
 
     def _check(self, content: bytes | memoryview) -> None:
-        code = self._exactly(CODE_BYTES)
+        code = self._read_bytes(CODE_BYTES)
+        nonce = self._receive_prefix + self._received.to_bytes(11, "big")
         try:
-            self._cipher.decrypt(self._other + self._received.to_bytes(11, "big"), bytes(code), content)
+            self._cipher.decrypt(nonce, bytes(code), content)
         except InvalidTag:
-            raise UntrustedMessage("what came was not sent so by a worker or server of this run") from None
+            raise UntrustedMessage("the data were not sent by a worker or server of this run") from None
         self._received += 1
 
-    def _exactly(self, count: int) -> bytes:
+    def _read_bytes(self, count: int) -> bytes:
         content = bytearray(count)
         self._fill(memoryview(content))
         return bytes(content)
@@ -137,12 +139,12 @@ class Wire:
 
 
 def stays_on_this_machine(connection: socket.socket) -> bool:
-    """Whether both ends are at a loopback address."""
+    """Return whether both ends have a loopback address."""
     return all(ip_address(end[0]).is_loopback for end in (connection.getsockname(), connection.getpeername()))
 
 
 def dial(address: str, port: int, credentials: Credentials) -> Wire:
-    """A worker's end of a connection to a server."""
+    """Connect a worker to a server."""
     connection = socket.create_connection((address, port), timeout=HELLO_SECONDS)
     try:
         greeted = bytearray()
@@ -156,8 +158,8 @@ def dial(address: str, port: int, credentials: Credentials) -> Wire:
 
 
 class Stranger:
-    """A server's end of a connection whose caller has not shown yet that it knows the secret. Nothing here
-    waits for the caller, so one thread can greet many."""
+    """A server's end of a connection whose caller has not proved yet that it knows the secret. Nothing here
+    waits for the caller, so one thread can serve many."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.deadline = connection, time.monotonic() + HELLO_SECONDS
@@ -166,8 +168,8 @@ class Stranger:
         connection.send(self._greeted)  # the first bytes of a connection: there is room for them
 
     def admitted(self, credentials: Credentials) -> Wire | None:
-        """The connection, once the caller has shown that it knows the secret; None: more of its answer has to
-        come."""
+        """Return the connection if the caller has proved that it knows the secret; None: its answer is not
+        complete yet."""
         try:
             _read_line(self.connection, self._answer)
         except BlockingIOError:
@@ -176,7 +178,7 @@ class Stranger:
 
 
 def _read_line(connection: socket.socket, line: bytearray) -> None:
-    """Read the rest of a short line. Byte by byte: what follows it is not for us to take."""
+    """Read the rest of a short line, byte by byte, so that nothing after it is consumed."""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) >= HELLO_BYTES:
@@ -191,5 +193,5 @@ def _pieces(content: memoryview) -> Iterator[memoryview]:
 def _bytes(tensor: Tensor | None) -> memoryview:
     if tensor is None or not tensor.numel():
         return memoryview(b"")
-    assert tensor.is_contiguous(), "its bytes lie one after the other"
+    assert tensor.is_contiguous(), "only a contiguous tensor can be sent"
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

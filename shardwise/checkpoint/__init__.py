@@ -1,5 +1,5 @@
-"""Atomic save and load. Importing this package needs no torch: `checkpoint.contents` and `checkpoint.save`
-do."""
+"""Save and load checkpoints atomically. Importing this package needs no torch; its modules `tensor_files` and
+`save` do."""
 
 from shardwise.checkpoint.folder import (
     Manifest,

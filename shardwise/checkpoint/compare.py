@@ -1,12 +1,12 @@
-"""Two checkpoints compared tensor by tensor, to the bit, whoever wrote them and on whatever layout.
+"""Compare two checkpoints tensor by tensor, to the bit, whatever layouts wrote them.
 
-Tensors are put together whole (checkpoint/tensor_files.py), so two layouts' checkpoints of the same state are
-equal although no file of theirs is. One tensor of each is in memory at a time. Equal means the same bits: a
-NaN equals the same NaN, 0.0 is not -0.0.
+Whole tensors are compared (checkpoint/tensor_files.py), so checkpoints of the same state from two layouts are
+equal although none of their files are. One tensor of each is in memory at a time. Equal means the same bits:
+a NaN equals the same NaN, 0.0 is not -0.0.
 
-The state of random generators belongs to ranks; between different numbers of ranks it cannot be compared. A
-checkpoint that holds weights alone (an import) is compared by its weights, and files kept from a Hugging Face
-folder with others of their kind. All this is said, not passed over.
+The state of random generators belongs to ranks, so it is compared only between equal numbers of ranks. A
+checkpoint that holds only weights (an import) is compared by its weights, and the files of a Hugging Face
+folder only with such files. The result names what was left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,26 +24,27 @@ from shardwise.plurals import counted
 
 COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
 CHUNK = 1 << 22
-"""Numbers compared at once: their copies in float64 stay small."""
+"""Number of elements that are compared at once, so that their copies in float64 stay small."""
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both."""
+    """A tensor that differs between two checkpoints."""
 
     tensor: str
     max_abs: float | None
-    """Largest difference of two numbers; None where dtype or shape differ."""
+    """Largest absolute difference of two elements; None where dtype or shape differ."""
     numbers: int
-    """How many of its numbers have other bits."""
+    """Number of elements whose bits differ."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between a first and a second checkpoint."""
+    """The differences between a first and a second checkpoint."""
 
-    facts: dict[str, tuple[Any, Any]]
+    facts: dict[str, tuple[object, object]]
+    """Entries of the manifests that differ."""
     only_first: list[str]
     only_second: list[str]
     left_out: dict[str, str]
@@ -54,40 +54,46 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors that were compared have the same bits. What the manifests say may differ."""
+        """Whether all tensors that were compared have the same bits. The manifests may differ."""
         return not (self.only_first or self.only_second or self.differences)
 
-    def to_json(self) -> dict[str, Any]:
-        """As the command prints it."""
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object that the command prints."""
         return {"equal": self.equal, **asdict(self)}
 
 
 def compare(
     first: Contents, second: Contents, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Comparison:
-    """Compare all tensors; `progress` is told how many are done, of how many."""
+    """Compare all tensors. `progress` is called with the number of tensors that are done, and of all."""
     left_out = _left_out(first, second)
-    keys_first, keys_second = (
-        [key for key in contents.tensors if key.section not in left_out] for contents in (first, second)
-    )
-    both = [key for key in keys_first if key in second.tensors]
+    both, only_first = _split_keys(first, second, left_out)
+    _, only_second = _split_keys(second, first, left_out)
     differences = []
     for done, key in enumerate(both):
         progress(done, len(both))
         differences += _difference(key, first, second)
     return Comparison(
         facts=dict(_manifest_differences(first, second)),
-        only_first=[str(key) for key in keys_first if key not in second.tensors],
-        only_second=[str(key) for key in keys_second if key not in first.tensors],
+        only_first=list(map(str, only_first)),
+        only_second=list(map(str, only_second)),
         left_out=left_out,
         compared=len(both),
         differences=sorted(differences, key=_rank),
     )
 
 
+def _split_keys(
+    contents: Contents, other: Contents, left_out: dict[str, str]
+) -> tuple[list[StateKey], list[StateKey]]:
+    """Return the keys that both checkpoints have, and those that only the first has."""
+    keys = [key for key in contents.tensors if key.section not in left_out]
+    return [key for key in keys if key in other.tensors], [key for key in keys if key not in other.tensors]
+
+
 def _rank(difference: TensorDifference) -> tuple[bool, float]:
-    """Weights first, and among them what is furthest apart; NaN and other shapes are further than any
-    number."""
+    """Return a sort key that puts weights first, and large differences before small ones; NaN and other
+    shapes count as the largest."""
     gap = difference.max_abs
     is_weight = StateKey.parse(difference.tensor).is_model
     return not is_weight, -gap if gap is not None and gap == gap else -math.inf
@@ -103,22 +109,21 @@ def _left_out(first: Contents, second: Contents) -> dict[str, str]:
         reasons |= dict.fromkeys(sorted(states[0] ^ states[1]), "one of the two holds weights alone")
     if first.manifest.world != second.manifest.world:
         reasons[StateKind.RANDOM.section] = "written " + " and ".join(
-            f"by {counted(one.manifest.world, 'process')}" for one in (first, second)
+            f"by {counted(contents.manifest.world, 'process')}" for contents in (first, second)
         )
     return reasons
 
 
-def _manifest_differences(first: Contents, second: Contents) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _manifest_differences(first: Contents, second: Contents) -> Iterator[tuple[str, tuple[object, object]]]:
     for key in COMPARED_KEYS:
         left, right = getattr(first.manifest, key), getattr(second.manifest, key)
         if not isinstance(left, dict):
             pairs = {key: (left, right)}
-        elif not left or not right:  # an import knows of no run
+        elif not left or not right:  # the manifest of an import has no settings of a run
             pairs = {}
         else:
-            pairs = {
-                f"{key}.{name}": (left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))
-            }
+            names = dict.fromkeys((*left, *right))
+            pairs = {f"{key}.{name}": (left.get(name), right.get(name)) for name in names}
         yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 
 
@@ -126,21 +131,15 @@ def _difference(key: StateKey, first: Contents, second: Contents) -> list[Tensor
     """Return an empty list where the tensors are equal, else a list of one."""
     name, left, right = str(key), first.tensors[key], second.tensors[key]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return [
-            TensorDifference(
-                name, None, 0, f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
-            )
-        ]
+        reason = f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
+        return [TensorDifference(name, None, 0, reason)]
     largest, numbers = distance(first.read(key), second.read(key))
-    return (
-        [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(left.shape):,} numbers")]
-        if numbers
-        else []
-    )
+    reason = f"{numbers:,} of {math.prod(left.shape):,} numbers"
+    return [TensorDifference(name, largest, numbers, reason)] if numbers else []
 
 
 def distance(left: Tensor, right: Tensor) -> tuple[float, int]:
-    """The largest absolute difference, and how many numbers have other bits."""
+    """Return the largest absolute difference, and the number of elements whose bits differ."""
     largest, numbers = 0.0, 0
     left, right = left.reshape(-1), right.reshape(-1)
     for begin in range(0, len(left), CHUNK):

@@ -1,5 +1,4 @@
-"""Numbers of our tensors as Hugging Face's folders keep them, and back: the conversions that
-config/family_tensors.py names."""
+"""Convert our tensors to those of Hugging Face folders, and back, as config/family_tensors.py declares."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ _Convert = Callable[["list[Tensor]"], "list[Tensor]"]
 
 
 def to_theirs(match: TensorMatch, tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors of theirs, from ours with the same numbers."""
+    """Return the tensors of a Hugging Face folder from ours."""
     return _TO_THEIRS[match.conversion](tensors)
 
 
 def to_ours(match: TensorMatch, tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors of ours, from theirs with the same numbers."""
+    """Return our tensors from those of a Hugging Face folder."""
     return _TO_OURS[match.conversion](tensors)
 
 

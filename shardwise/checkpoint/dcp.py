@@ -1,14 +1,13 @@
-"""How torch's Distributed Checkpoint reads our files: each rank its own part, whatever the mesh.
+"""Let torch's Distributed Checkpoint read our files: each rank reads its part, whatever the mesh.
 
-Its planner works out which stored pieces overlap what a rank holds now, which is all that it takes to save on
-one mesh and load on another. What it would also do is talk to the other ranks and keep its plan in a file,
-both by pickle: so every rank plans by itself, which needs no talk, and the files are ours.
+Its planner computes which stored pieces overlap with what a rank holds now, which is all that is needed to
+save on one mesh and load on another. It would also exchange plans with other ranks and store them in a file,
+both by pickle. So every rank plans by itself, without communication, and the files are ours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from shardwise.checkpoint.tensor_files import DTYPES, Contents, StoredTensor
 
 
 def load_planner() -> DefaultLoadPlanner:
-    """The state is one flat dictionary of tensors already."""
+    """Return a planner for a state that is a flat dictionary of tensors."""
     return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
@@ -38,8 +37,8 @@ class DcpReader(StorageReader):
 
     contents: Contents
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the list of tensors says, in Distributed Checkpoint's words."""
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Return the list of tensors in the types of Distributed Checkpoint."""
         return Metadata(
             state_dict_metadata={
                 str(key): _described(stored) for key, stored in self.contents.tensors.items()
@@ -47,7 +46,7 @@ class DcpReader(StorageReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for, straight to where it belongs."""
+        """Read the parts in the plan directly into their tensors."""
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
             target.copy_(self._part(item))
@@ -57,7 +56,7 @@ class DcpReader(StorageReader):
         return future
 
     def _part(self, item: ReadItem) -> Tensor:
-        """The overlap of a stored piece with what is wanted: whole rows are read, and the rest cut off."""
+        """Return the overlap of a stored piece with the wanted part: whole rows are read, and then cut."""
         stored = self.contents.tensors[StateKey.parse(item.storage_index.fqn)]
         offset = tuple(item.storage_index.offset or ())
         piece = next(piece for piece in stored.pieces if piece.offset == offset)
@@ -67,25 +66,25 @@ class DcpReader(StorageReader):
             part = part.narrow(dim, begins[dim], lengths[dim])
         return part
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """A reader is used once."""
+    def reset(self, checkpoint_id: object = None) -> None:
+        """Do nothing: a reader is used once."""
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
-        """Nothing to set up: the constructor was given everything."""
+        """Do nothing: the constructor has set everything up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The default plan, unchanged."""
+        """Return the default plan of this rank, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The default plan, unchanged."""
+        """Return the default plans of all ranks, unchanged."""
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Addresses are given to the reader itself."""
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Return False: the constructor is given the checkpoint, so no id is valid."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: what counts as one, which is newest, and what it says of itself. No torch.
+"""Checkpoints in a folder: what counts as one, which is newest, and its manifest. This module needs no torch.
 
 A checkpoint is a folder `step-N` that holds
 
@@ -7,14 +7,14 @@ A checkpoint is a folder `step-N` that holds
     tensors-ID.json        where each tensor's pieces lie (checkpoint/tensor_files.py)
     rank-R-ID.data         what rank R wrote: raw tensors, one after the other
 
-The manifest is put in place last, whole or not at all, and a folder without one is no checkpoint. ID is drawn
-anew for every save, so that saving a step again touches no file of the checkpoint that is there, and a writer
-left over from workers that are long gone writes files that no manifest will ever name. A crash at any byte
-thus leaves the old checkpoint or the new one.
+The manifest is written last, whole or not at all, and a folder without one is no checkpoint. ID is drawn anew
+for every save, so that saving a step again touches no file of the existing checkpoint, and a writer left over
+from workers that are gone writes files that no manifest names. So a crash at any byte leaves the old
+checkpoint or the new one.
 
-One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and is sealed by one of
-itself. Nothing is ever unpickled, here or elsewhere in this room, so opening a checkpoint runs no code from
-it; names in it that are not of the three kinds above are refused, which leaves no way out of the folder.
+One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and of itself. Nothing in this
+package unpickles, so opening a checkpoint runs no code from it. Only names of the three kinds above are
+accepted, so a manifest cannot name a file outside of the folder.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from shardwise.plan import SavedLayout
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
+Table = dict[str, Any]
+"""A JSON object or a table of a job, whose values are checked where they are used."""
 
 _STEP = re.compile(r"step-(\d{1,18})")
 _FILE = r"^(tensors-[0-9a-z]{1,32}\.json|rank-[0-9]{1,9}-[0-9a-z]{1,32}\.data)$"
@@ -55,7 +57,7 @@ class WrittenFile(TypedDict):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class _SavedData(TypedDict, total=False):
-    """What of a job's [data] is read again."""
+    """The entries of a job's [data] that are used again."""
 
     tokenizer: str
     end_of_document: str | None
@@ -63,13 +65,13 @@ class _SavedData(TypedDict, total=False):
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class _SavedScale(TypedDict, total=False):
-    """The loss scale of a run: both or, in a checkpoint of weights alone, none."""
+    """The loss scale of a run: both entries or, in a checkpoint of weights alone, none."""
 
     value: Annotated[float, Field(gt=0)]
     clean_steps: Annotated[int, Field(ge=0)]
 
 
-def _both_or_none(scale: dict[str, Any]) -> dict[str, Any]:
+def _both_or_none(scale: Table) -> Table:
     if scale and not {"value", "clean_steps"} <= scale.keys():
         raise ValueError("value and clean_steps belong together")
     return scale
@@ -77,18 +79,18 @@ def _both_or_none(scale: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself. What of its tables is used again has its type; the rest is only
-    compared and shown."""
+    """The description of a checkpoint. Entries of its tables that are used again have types; the others are
+    only compared and shown."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     step: Annotated[int, Field(ge=0)]
-    model: dict[str, Any]
-    train: dict[str, Any]
-    data: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SavedData))]
-    layout: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(SavedLayout))]
+    model: Table
+    train: Table
+    data: Annotated[Table, GetPydanticSchema(lambda _, schema_of: schema_of(_SavedData))]
+    layout: Annotated[Table, GetPydanticSchema(lambda _, schema_of: schema_of(SavedLayout))]
     loss_scale: Annotated[
-        dict[str, Any],
+        Table,
         GetPydanticSchema(lambda _, schema_of: schema_of(_SavedScale)),
         AfterValidator(_both_or_none),
     ]
@@ -96,16 +98,17 @@ class Manifest:
     torch: str
     files: dict[Annotated[str, Field(pattern=_FILE)], WrittenFile]
     sequences: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
-    """How many the run had seen: where its data goes on."""
+    """Number of sequences that the run has seen, after which its data continues."""
     missing: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...] = ()
-    """Of those, (first, end) of what was still under way with a parameter server's workers, and is not in the
-    weights."""
+    """Ranges (first, end) of these sequences that workers of a parameter server were still computing, and
+    that are not in the weights."""
     groups: Annotated[int, Field(ge=0, le=1 << 20)] = 0
-    """That train by themselves, each with a state of its own beside the model's; 0: all train together."""
+    """Number of groups that train separately, each with its own state beside the model's; 0: there are
+    none."""
     under_way: tuple[Annotated[str, Field(max_length=1024)], ...] = ()
     """Parameters that such groups were exchanging."""
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    """The [optimizer] table of the run; empty: it is from before there was one, or weights from elsewhere."""
+    optimizer: Table = field(default_factory=dict)
+    """The [optimizer] table of the run; empty in checkpoints of older versions and of weights alone."""
     format: int = FORMAT
 
     @property
@@ -114,16 +117,16 @@ class Manifest:
         return sum(file["bytes"] for file in self.files.values())
 
     def encode(self) -> bytes:
-        """As the file holds it."""
+        """Return the content of its file."""
         return seal(asdict(self))
 
     def write(self, folder: str | Path) -> None:
-        """As checkpoint.json in that folder: from now on it is a checkpoint."""
+        """Write checkpoint.json in that folder, which makes the folder a checkpoint."""
         storage(folder).put(MANIFEST, self.encode())
 
 
-def held_model(manifest: Manifest, address: str) -> Model:
-    """The model that a checkpoint says it holds."""
+def saved_model(manifest: Manifest, address: str) -> Model:
+    """Return the shape of the model in a checkpoint."""
     try:
         model = Model.model_validate(manifest.model)
     except ValidationError as error:
@@ -137,13 +140,13 @@ def held_model(manifest: Manifest, address: str) -> Model:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a checkpoint, with its files' sizes compared against the storage."""
+    """Return the manifest of a checkpoint, after comparing the sizes of its files with the storage."""
     where = storage(folder)
     manifest = _decode(_content(where), where)
     if ".metadata" in where.names():
         raise UserError(
             f"{where.address}/.metadata is a pickle, which may run code: it is no part of a checkpoint. "
-            f"Remove it."
+            "Remove it."
         )
     for name, file in manifest.files.items():
         size = where.size(name)
@@ -168,24 +171,18 @@ def _advice(where: Storage) -> str:
 
 
 def _decode(content: bytes, where: Storage) -> Manifest:
-    manifest = read_sealed(
-        Manifest, content, f"{where.address}/{MANIFEST}", ("format", FORMAT), _advice(where)
-    )
-    if (
-        manifest.step and not manifest.sequences
-    ):  # from before they were counted: each step had taken the batch that is named
+    source = f"{where.address}/{MANIFEST}"
+    manifest = read_sealed(Manifest, content, source, ("format", FORMAT), _advice(where))
+    if manifest.step and not manifest.sequences:  # older versions did not count them: each step took a batch
         batch = manifest.train.get("global_batch")
-        return (
-            replace(manifest, sequences=manifest.step * batch)
-            if type(batch) is int and batch > 0
-            else manifest
-        )
+        if type(batch) is int and batch > 0:
+            return replace(manifest, sequences=manifest.step * batch)
     return manifest
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Which checkpoint a run starts from."""
+    """The checkpoint from which a run should start."""
 
     folder: str
     """The folder of the run's checkpoints."""
@@ -196,32 +193,25 @@ class Resume:
 
 
 def step_of(address: str) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step of a checkpoint from its name."""
     match = _STEP.fullmatch(address.rpartition("/")[2])
     assert match, f"{address} is no checkpoint's name"
     return int(match[1])
 
 
 def checkpoints(folder: str | Path) -> list[str]:
-    """The checkpoints in a folder, oldest first: those that were saved to the end, whether or not damaged
-    since."""
+    """Return the checkpoints in a folder, oldest first: those whose save finished, damaged ones too."""
     where = storage(folder)
-    steps = [
-        (int(match[1]), where.inside(name)) for name in where.names() if (match := _STEP.fullmatch(name))
-    ]
-    return [
-        inside.address
-        for _, inside in sorted(steps, key=lambda pair: pair[0])
-        if inside.size(MANIFEST) is not None
-    ]
+    steps = sorted((int(match[1]), name) for name in where.names() if (match := _STEP.fullmatch(name)))
+    folders = [where.inside(name) for _, name in steps]
+    return [inside.address for inside in folders if inside.size(MANIFEST) is not None]
 
 
 def to_resume(resume: Resume) -> str | None:
-    """Return the checkpoint that a run will start from, as far as manifests can tell, checked to belong to
-    it; None for a fresh start.
+    """Return the checkpoint from which a run will start, judged by manifests alone; None for a fresh start.
 
-    It reads no tensors, so that it can be asked before any worker starts. The workers then look at every byte
-    (`Checkpointer.choose_checkpoint`), and may go back to an older one.
+    It reads no tensors, so that it can be called before any worker starts. The workers then check every byte
+    (`Checkpointer.choose_checkpoint`), and may go back to an older checkpoint.
     """
     candidates = resume_candidates(resume)
     reasons = []
@@ -236,7 +226,7 @@ def to_resume(resume: Resume) -> str | None:
         check_same_model(address, manifest, resume.model)
         return address
     if candidates:
-        raise none_is_whole(resume.folder, reasons)
+        raise no_whole_checkpoint(resume.folder, reasons)
     return None
 
 
@@ -254,8 +244,9 @@ def resume_candidates(resume: Resume) -> list[str]:
     return [wanted.rstrip("/")]
 
 
-def none_is_whole(folder: str, reasons: list[str]) -> UserError:
-    """What to say where every checkpoint is damaged: to start afresh is the user's decision, not ours."""
+def no_whole_checkpoint(folder: str, reasons: list[str]) -> UserError:
+    """Return the error for a folder whose checkpoints are all damaged. Only the user may decide to start
+    afresh."""
     problems = "\n  ".join(reasons)
     return UserError(
         f"{folder} has checkpoints, but none that is whole:\n  {problems}\n"
@@ -264,9 +255,9 @@ def none_is_whole(folder: str, reasons: list[str]) -> UserError:
 
 
 def check_same_model(address: str, manifest: Manifest, model: Model) -> None:
-    """Refuse the checkpoint of another model, with what differs."""
+    """Refuse the checkpoint of another model, and name the settings that differ."""
     wanted = model.settings()
-    # A key that the checkpoint does not know came later, and its default is what was done before.
+    # A key that the checkpoint lacks is newer than it; its default is the earlier behaviour.
     saved = {key: manifest.model.get(key, Model.model_fields[key].default) for key in wanted}
     differing = [
         f"{key} (checkpoint {saved[key]!r}, job {value!r})"
@@ -277,15 +268,15 @@ def check_same_model(address: str, manifest: Manifest, model: Model) -> None:
         advice = "Use another run.folder, or checkpoint.resume=never to start afresh."
         if manifest.step == 0 and not manifest.layout:  # from an import
             advice = (
-                "Give the job what the checkpoint has; model.pretrained=FOLDER takes it all from the folder "
-                "itself."
+                "Give the job the settings of the checkpoint; model.pretrained=FOLDER takes all of them from "
+                "the folder."
             )
         raise UserError(f"{address} holds another model: model.{', model.'.join(differing)}. {advice}")
 
 
 def set_aside(folder: str | Path, after: int = -1) -> str | None:
-    """Move checkpoints later than step `after` out of the way of a run that goes on from there; none touches
-    the other."""
+    """Move checkpoints later than step `after` to a new folder, so that a run that continues from that step
+    does not overwrite them. Return the new folder, if any were moved."""
     later = [address for address in checkpoints(folder) if step_of(address) > after]
     if not later:
         return None
@@ -293,9 +284,8 @@ def set_aside(folder: str | Path, after: int = -1) -> str | None:
     beside = storage(parent(where.address))
     stem = where.address.rpartition("/")[2]
     taken = set(beside.names())
-    moved = beside.inside(
-        next(name for number in itertools.count(1) if (name := f"{stem}.old-{number}") not in taken)
-    )
+    names = (f"{stem}.old-{number}" for number in itertools.count(1))
+    moved = beside.inside(next(name for name in names if name not in taken))
     moved.make()
     for address in later:
         where.move(address.rpartition("/")[2], moved)
@@ -303,27 +293,26 @@ def set_aside(folder: str | Path, after: int = -1) -> str | None:
 
 
 def prune(folder: str | Path, keep: int, keep_every: int = 0) -> None:
-    """Remove all but the newest `keep` checkpoints and each whose step `keep_every` divides, and what saves
-    that never finished left behind. Not while a save is being written.
+    """Remove all but the newest `keep` checkpoints and those whose step is a multiple of `keep_every`, and
+    the files of saves that never finished. It must not run during a save.
     """
-    where, whole = storage(folder), checkpoints(folder)
-    kept = {step_of(address) for address in whole[-keep:]}
-    kept |= {step for address in whole if keep_every and (step := step_of(address)) % keep_every == 0}
+    where, steps = storage(folder), [step_of(address) for address in checkpoints(folder)]
+    retained = {*steps[-keep:], *(step for step in steps if keep_every and step % keep_every == 0)}
     for name in where.names():
         match = _STEP.fullmatch(name)
-        if match and int(match[1]) in kept:
+        if match and int(match[1]) in retained:
             _remove_leftovers(where.inside(name))
         elif match:
-            where.inside(name).remove(MANIFEST)  # first, so that a half removed checkpoint is none
+            where.inside(name).remove(MANIFEST)  # first, so that a half removed folder is no checkpoint
             where.remove(name)
 
 
 def _remove_leftovers(where: Storage) -> None:
-    """Files of saves of the same step that never finished, or that a later one replaced."""
+    """Remove files of saves of the same step that never finished, or that a later save replaced."""
     try:
         named = {MANIFEST, *_decode(_content(where), where).files}
     except UserError:
-        return  # a damaged manifest: what is here may still help somebody to mend it
+        return  # the manifest is damaged: its files may still help to repair it
     for name in where.names():
         if name not in named and (re.fullmatch(_FILE, name) or name.startswith(f".{MANIFEST}.")):
             where.remove(name)
@@ -331,7 +320,7 @@ def _remove_leftovers(where: Storage) -> None:
 
 @contextmanager
 def hold(folder: str | Path) -> Iterator[None]:
-    """Keep any other run from saving into a folder while this one lasts. Only a local folder can be held."""
+    """Inside this context, no other run can save into the folder. Only a local folder can be locked."""
     where = storage(folder)
     if "://" in where.address:
         yield
@@ -341,7 +330,7 @@ def hold(folder: str | Path) -> Iterator[None]:
     )
     try:
         where.make()
-        lock = take_lock(Path(where.address), in_use)
+        lock = take_lock(Path(where.address, ".lock"), in_use)
     except OSError as error:
         raise UserError(
             f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder."

@@ -1,18 +1,18 @@
-"""A checkpoint's weights written as a Hugging Face folder, a tensor at a time. checkpoint/pretrained.py is
-the way back.
+"""Write a checkpoint's weights as a Hugging Face folder, one tensor at a time. checkpoint/pretrained.py reads
+such a folder.
 
-Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor
-where there are several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are
-known from the configuration alone (config/families.py), so a file's header is written first and the numbers
-behind it as they are read. That is why the files are not written by the safetensors library, which wants all
-tensors of a file at once; the format is a length, a JSON header, raw bytes.
+It contains config.json, weights in safetensors files, an index that says which file holds which tensor if
+there are several, and the tokenizer. The model is never whole in memory: names, shapes and so all offsets
+follow from the configuration (config/families.py), so a file's header is written first and the tensors after
+it as they are read. The safetensors library needs all tensors of a file at once, so it does not write the
+files; the format is a length, a JSON header and raw bytes.
 
-Where the model came from such a folder, what training does not change is written as it was there, byte for
-byte (huggingface_files.py): all files but the weights, config.json among them unless the dtype is another.
+If the model came from such a folder, the files that training does not change are written byte for byte
+(huggingface_files.py): all files but the weights, config.json too unless the dtype has changed.
 
-Memory is that of the largest tensor and its copy in another form; for experts, of one layer's
-(benchmarks/export_memory.py). Time is that of the disk, which is read twice: first to know that the
-checkpoint is what was saved.
+It needs memory for the largest tensor and its converted copy; for experts, for those of one layer
+(benchmarks/export_memory.py). Its time is that of the disk, which is read twice: first to check that the
+checkpoint is undamaged.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.conversions import to_theirs
-from shardwise.checkpoint.folder import held_model
-from shardwise.checkpoint.huggingface_files import as_files, kept_of_checkpoint
+from shardwise.checkpoint.folder import Table, saved_model
+from shardwise.checkpoint.huggingface_files import as_files, files_of_checkpoint
 from shardwise.checkpoint.pretrained import (
     HEADER_DTYPES,
     INDEX,
     WEIGHTS,
     Progress,
     check_empty,
-    listed,
+    join_names,
     no_progress,
 )
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import Contents
-from shardwise.config.dtype_names import BYTES
+from shardwise.config.dtype_names import BYTES as DTYPE_BYTES
 from shardwise.config.families import Family
 from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.model import Model
@@ -59,7 +59,7 @@ from shardwise.files import parse_as
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file to be written."""
+    """A tensor of a file to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,13 +67,13 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
-        return torch.Size(self.shape).numel() * BYTES[self.dtype]
+        """Size of the tensor in bytes."""
+        return torch.Size(self.shape).numel() * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
+    """The result of an export."""
 
     folder: Path
     architecture: str
@@ -81,9 +81,9 @@ class Exported:
     bytes: int
     files: int
     note: str | None
-    """What a reader of the folder will miss."""
+    """What the folder lacks, as a sentence for the user."""
     kept: int
-    """Files that are as they were in the folder that the model came from."""
+    """Number of files that are copies of those in the folder that the model came from."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ def export_checkpoint(
     shard_bytes: int = 1 << 30,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each
-    tensor's."""
+    """Write the weights of a checkpoint as a folder that `from_pretrained` opens. If `dtype` is None, each
+    tensor keeps its dtype."""
     contents = Contents.open(checkpoint)
-    model = held_model(contents.manifest, contents.address)
-    kept = as_files(kept_of_checkpoint(contents))
-    _described(model, kept)  # refused before every byte is read
+    model = saved_model(contents.manifest, contents.address)
+    kept = as_files(files_of_checkpoint(contents))
+    _family_and_config(model, kept)  # so that a model is refused before every byte is read
     _check_shapes(contents, model)
     contents.check()
     dtypes = {key.name: stored.dtype for key, stored in contents.tensors.items() if key.is_model}
@@ -128,16 +128,16 @@ def _check_shapes(contents: Contents, model: Model) -> None:
         if stored is not None and stored.shape != shape:
             raise UserError(
                 f"{contents.address}: {name} is {stored.shape}, but {shape} in the model that it says "
-                f"it holds"
+                "it holds"
             )
 
 
 def write_folder(
     source: ExportSource, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress = no_progress
 ) -> Exported:
-    """A Hugging Face folder of a model. It has its name only once it is whole."""
+    """Write a Hugging Face folder of a model. The folder gets its name once it is complete."""
     check_empty(folder)
-    family, config = _described(source.model, source.kept)
+    family, config = _family_and_config(source.model, source.kept)
     plan = tensor_matches(family.tensors, source.model)
     entries = _entries(source, plan, dtype)
     with _aside(folder) as aside:
@@ -153,29 +153,26 @@ def write_folder(
     return Exported(folder, family.architecture, len(entries), total, files, note, len(kept))
 
 
-def _described(model: Model, kept: Mapping[str, bytes]) -> tuple[Family, dict[str, Any]]:
-    """The family and config.json of a model: those of the folder that it came from, where that holds such a
-    model."""
+def _family_and_config(model: Model, kept: Mapping[str, bytes]) -> tuple[Family, Table]:
+    """Return the family and config.json of a model: those of the folder that it came from, if they describe
+    the model."""
     if CONFIG in kept:
-        config = parse_as(dict[str, Any], kept[CONFIG], f"the {CONFIG} that the checkpoint keeps")
+        config = parse_as(Table, kept[CONFIG], f"the {CONFIG} that the checkpoint keeps")
         family, described = to_model(config, CONFIG)
-        if all(
-            getattr(model, key) == value
-            for key, value in described.settings().items()
-            if key not in TRAINING_KEYS
-        ):
+        settings = {key: value for key, value in described.settings().items() if key not in TRAINING_KEYS}
+        if all(getattr(model, key) == value for key, value in settings.items()):
             return family, config
     return to_config(model)
 
 
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Under the name that the configuration has for it, of which there are two."""
+def _with_dtype(config: Table, dtype: str) -> Table:
+    """Return a configuration with this dtype, under whichever of its two names the configuration uses."""
     return {**config, ("dtype" if "dtype" in config else "torch_dtype"): dtype}
 
 
-def _write_kept(folder: Path, kept: Mapping[str, bytes], config: dict[str, Any], dtype: str) -> set[str]:
-    """The files that training did not change, as they were; their names. config.json is one unless the dtype
-    is another."""
+def _write_kept(folder: Path, kept: Mapping[str, bytes], config: Table, dtype: str) -> set[str]:
+    """Write the files that training did not change, config.json too unless the dtype has changed. Return
+    their names."""
     same = {name: content for name, content in kept.items() if name != CONFIG}
     if CONFIG in kept and config == _with_dtype(config, dtype) == json.loads(kept[CONFIG]):
         same[CONFIG] = kept[CONFIG]
@@ -189,7 +186,7 @@ def _write_kept(folder: Path, kept: Mapping[str, bytes], config: dict[str, Any],
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A folder beside, which takes the right name at the end, or goes."""
+    """Yield a temporary folder, which is renamed to `folder` at the end, or removed after an error."""
     aside = folder.absolute().parent / f".{folder.absolute().name}.writing"
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -205,7 +202,7 @@ def _aside(folder: Path) -> Iterator[Path]:
 def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -> list[TensorEntry]:
     ours, entries = parameter_shapes(source.model), []
     if absent := [name for name in ours if name not in source.dtypes]:
-        raise UserError(f"the checkpoint lacks {listed(absent)} of the model that it says it holds")
+        raise UserError(f"the checkpoint lacks {join_names(absent)} of the model that it says it holds")
     for match in plan:
         stored_as = dtype or source.dtypes[match.ours[0]]
         entries += [TensorEntry(name, shape, stored_as) for name, shape in their_shapes(match, ours).items()]
@@ -217,15 +214,15 @@ def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -
 
 
 def _commonest(entries: list[TensorEntry]) -> str:
-    sizes = {
-        kind: sum(entry.bytes for entry in entries if entry.dtype == kind)
-        for kind in {entry.dtype for entry in entries}
-    }
-    return max(sizes, key=lambda kind: sizes[kind])
+    """Return the dtype of most bytes."""
+    sizes: Counter[str] = Counter()
+    for entry in entries:
+        sizes[entry.dtype] += entry.bytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def _converted(source: ExportSource, plan: list[TensorMatch], entries: list[TensorEntry]) -> Iterator[Tensor]:
-    """The tensors of the entries, in their order."""
+    """Yield the tensors of the entries in order."""
     remaining = iter(entries)
     for match in plan:
         for tensor in to_theirs(match, [source.read(name) for name in match.ours]):
@@ -238,11 +235,8 @@ def _write_weights(
     folder: Path, entries: list[TensorEntry], tensors: Iterator[Tensor], shard_bytes: int, progress: Progress
 ) -> int:
     shards = _shards(entries, shard_bytes)
-    names = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    )
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [WEIGHTS] if len(shards) == 1 else names
     total, done, count = sum(entry.bytes for entry in entries), 0, 0
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as stream:
@@ -259,7 +253,7 @@ def _write_weights(
 
 
 def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
-    """Filled in order; a tensor that is larger than the limit is alone in its file."""
+    """Return the entries of each file, in order; a tensor larger than the limit has a file for itself."""
     shards: list[list[TensorEntry]] = [[]]
     filled = 0
     for entry in entries:
@@ -272,24 +266,23 @@ def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
 
 
 def _header(entries: list[TensorEntry]) -> bytes:
-    """The length of the JSON, and the JSON, padded so that the numbers begin at a multiple of 8."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    """Return a header: the length of the JSON and the JSON, padded so that tensors begin at a multiple of
+    8."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
-        table[entry.name] = {
-            "dtype": HEADER_DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin,
-            begin := begin + entry.bytes],
-        }  # fmt: skip
+        dtype, offsets = HEADER_DTYPES[entry.dtype], [begin, begin := begin + entry.bytes]
+        table[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _raw(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(content, indent=2) + "\n")
         _flush(stream.fileno(), stream.flush)
@@ -301,14 +294,13 @@ def _flush(descriptor: int, first: Callable[[], None] = lambda: None) -> None:
 
 
 def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, str | None]:
-    """The run's tokenizer.json and what makes transformers open it: the id that ends a text, and what is
-    missing."""
+    """Write the run's tokenizer.json and the settings with which transformers opens it. Return the id that
+    ends a text, and a note on what is missing."""
     if source.tokenizer is None:
         return None, "the checkpoint names no tokenizer, so the folder has none"
     if source.tokenizer == BYTES:
-        return load_tokenizer(
-            BYTES
-        ).end, "tokens are bytes, for which Hugging Face has no tokenizer file, so the folder has none"
+        note = "tokens are bytes, for which Hugging Face has no tokenizer file, so the folder has none"
+        return load_tokenizer(BYTES).end, note
     try:
         tokenizer = load_tokenizer(source.tokenizer, source.end_of_document)
     except UserError as error:

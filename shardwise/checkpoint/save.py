@@ -1,14 +1,14 @@
-"""Save while training goes on, and load on any mesh.
+"""Save while training continues, and load on any mesh.
 
-State is one flat dictionary from keys (state_key.py) to tensors: the model's, and what the optimizer keeps
-for each parameter. Names in keys are the plain model's, never a rank's or a wrapper's, and sharded tensors
-are DTensors that know their place in the whole, so the same dictionary can be loaded under another layout.
+The state is one flat dictionary from keys (state_key.py) to tensors: those of the model, and the optimizer's
+state of each parameter. Keys contain the names of the plain model, never of a rank or a wrapper, and sharded
+tensors are DTensors that know their placement, so the same dictionary can be loaded under another layout.
 
-A save in the background costs training one copy of the state to host memory, at the speed of that memory; the
-buffers are kept for the next save, and page-locked where the state is on a GPU. A thread then writes, fsyncs
-and commits while steps go on (as CheckFreq does: Mohan et al., FAST 2021). It costs host memory the size of
-this rank's state. A save that is waited for copies nothing. At most one is in flight: the next one waits for
-it, and that wait counts as stall as well.
+A save in the background costs training one copy of the state to host memory; the buffers are reused for the
+next save, and page-locked if the state is on a GPU. A thread then writes, fsyncs and commits while steps
+continue (as in CheckFreq: Mohan et al., FAST 2021). It costs host memory of the size of this rank's state. A
+save that is waited for copies nothing. At most one save is in flight: the next waits for it, and that wait
+counts as stall too.
 
 A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a
 save carries failures too (checkpoint/write_together.py); a rank that dies breaks the connection, which ends
@@ -40,13 +40,13 @@ from shardwise.checkpoint.folder import (
     Resume,
     check_same_model,
     checkpoints,
-    none_is_whole,
+    no_whole_checkpoint,
     prune,
     read_manifest,
     resume_candidates,
     step_of,
 )
-from shardwise.checkpoint.saved_residuals import deal_out
+from shardwise.checkpoint.saved_residuals import redistribute_residuals
 from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.tensor_files import Contents, damaged_files, save_id
@@ -99,17 +99,16 @@ def random_state(rank: int, device: torch.device) -> State:
 
 
 def set_random_state(state: State, rank: int, device: torch.device) -> None:
-    """Put the random generators of this rank where they were, as far as the state tells."""
-    if (of_cpu := state.get(StateKey.random(rank, "cpu"))) is not None:
-        torch.set_rng_state(of_cpu)
-    if (of_gpu := state.get(StateKey.random(rank, "cuda"))) is not None:
-        torch.cuda.set_rng_state(of_gpu, device)
+    """Restore those random generators of this rank that are in the state."""
+    if (cpu_state := state.get(StateKey.random(rank, "cpu"))) is not None:
+        torch.set_rng_state(cpu_state)
+    if (gpu_state := state.get(StateKey.random(rank, "cuda"))) is not None:
+        torch.cuda.set_rng_state(gpu_state, device)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint is in place. `stall_seconds` is how long training stood still for it, `bytes` what all
-    ranks wrote."""
+    """A save that succeeded. Training waited for it for `stall_seconds`; all ranks together wrote `bytes`."""
 
     step: int
     folder: str
@@ -120,7 +119,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveFailed:
-    """A checkpoint could not be written; the older ones are as they were."""
+    """A save that failed; older checkpoints are unchanged."""
 
     step: int
     message: str
@@ -128,30 +127,32 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class ResumeCheckpoint:
-    """What a run starts from: a checkpoint of which every byte was looked at, or None. Skipped ones come with
-    the reason."""
+    """The checkpoint from which a run starts."""
 
     folder: str | None
+    """A checkpoint of which every byte was checked; None: there is none."""
     skipped: tuple[tuple[str, str], ...] = ()
+    """Checkpoints that were skipped, each with the reason."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the newest `keep`, and those whose step `keep_every` divides."""
+    """Which checkpoints are not removed: the newest `keep`, and those whose step is a multiple of
+    `keep_every`."""
 
     keep: int
     keep_every: int = 0
 
 
 class HostCopies:
-    """Copies of this rank's part of the state in host memory, in buffers that are used again for the next."""
+    """Copies of this rank's part of the state in host memory, in buffers that each save reuses."""
 
     def __init__(self) -> None:
         self._buffers: State = {}
 
     def take(self, state: State) -> State:
-        """Copy, and wait until the copies are there."""
-        parts = own_parts(state)
+        """Return copies of the state, and wait until they are complete."""
+        parts = local_parts(state)
         for key, part in parts.items():
             self._buffer(key, part).copy_(part, non_blocking=True)
         if any(part.is_cuda for part in parts.values()):
@@ -165,8 +166,8 @@ class HostCopies:
         return buffer
 
 
-def own_parts(state: State) -> State:
-    """What of each tensor is on this rank."""
+def local_parts(state: State) -> State:
+    """Return the part of each tensor that this rank holds."""
     return {
         key: (value.to_local() if isinstance(value, DTensor) else value).detach()
         for key, value in state.items()
@@ -174,16 +175,15 @@ def own_parts(state: State) -> State:
 
 
 class Checkpointer:
-    """Saves and loads a run's state. It talks over a gloo group of its own, so that it never mixes with
-    training traffic."""
+    """Saves and loads a run's state. It uses a separate gloo group, which training does not use."""
 
     def __init__(self, mesh: Mesh, background: bool = True) -> None:
         self.mesh, self.background = mesh, background
-        self.peers = Peers.meet(mesh)
+        self.peers = Peers.create(mesh)
         self._copies = HostCopies()
         self._outcomes: deque[Saved | SaveFailed] = deque()
         self.failed_in_a_row = 0
-        """Saves that failed since the last whole one, as far as `outcomes` has told of them."""
+        """Number of failed saves since the last successful one, among those that `outcomes` has returned."""
         self._in_flight: threading.Thread | None = None
         self._committing, self._given_up = threading.Lock(), False
         self._checked: str | None = None
@@ -191,13 +191,13 @@ class Checkpointer:
     def save(
         self, folder: str, state: State, manifest: Manifest, retention: Retention, wait: bool = True
     ) -> str:
-        """Write a checkpoint, in the background unless it is to be waited for; where it is, or will be.
+        """Write a checkpoint, in the background unless `wait` is set, and return its address.
 
-        What came of it is told by `outcomes`. A save that is waited for raises if it fails.
+        `outcomes` returns the result. A save that is waited for raises if it fails.
         """
         began = time.monotonic()
         self.finish()
-        assert not self._given_up, "workers that broke up save no more"
+        assert not self._given_up, "the workers were told to stop"
         state = {**state, **random_state(self.mesh.worker.rank, self.mesh.device)}
         task = _Save(folder, manifest, retention, began, state)
         if self.background and not wait:
@@ -208,38 +208,38 @@ class Checkpointer:
             )
             self._in_flight.start()
         else:
-            outcome = self._run(task, own_parts(state), None)
+            outcome = self._run(task, local_parts(state), None)
             self._outcomes.append(outcome)
             if wait and isinstance(outcome, SaveFailed):
                 raise RunFailed(outcome.message)
         return task.address
 
     def outcomes(self) -> list[Saved | SaveFailed]:
-        """What came of saves since this was last asked."""
+        """Return the results of saves since the last call."""
         outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
         for outcome in outcomes:
             self.failed_in_a_row = self.failed_in_a_row + 1 if isinstance(outcome, SaveFailed) else 0
         return outcomes
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait for the save in flight, if there is one, but no longer than this."""
+        """Wait for the save in flight, if there is one, for at most this many seconds."""
         if self._in_flight is not None:
             self._in_flight.join(seconds)
             if not self._in_flight.is_alive():
                 self._in_flight = None
 
     def abandon(self) -> None:
-        """Give up what is in flight without waiting for peers that may be gone. It will not be committed from
-        now on."""
+        """Give up the save in flight without waiting for peers that may be gone. It can no longer be
+        committed."""
         self._given_up = True
-        if self._committing.acquire(timeout=PATIENCE):  # a commit under way is left to end: it is whole
+        if self._committing.acquire(timeout=PATIENCE):  # a commit that has begun may finish: it is complete
             self._committing.release()
         self._in_flight = None
 
     def choose_checkpoint(self, resume: Resume) -> ResumeCheckpoint:
-        """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the
-        files, to see that they are what was saved. A damaged checkpoint is skipped for an older one, unless
-        it was asked for by its path.
+        """Return the checkpoint to start from. Rank 0 lists the folder for all; then each rank reads a share
+        of the files, to check that they are undamaged. A damaged checkpoint is skipped for an older one,
+        unless the user named its path.
         """
         candidates = _patiently(lambda: self._from_main(lambda: resume_candidates(resume)))
         skipped: list[tuple[str, str]] = []
@@ -256,7 +256,7 @@ class Checkpointer:
             check_same_model(address, manifest, resume.model)
             return ResumeCheckpoint(address, tuple(skipped))
         if skipped:
-            raise none_is_whole(resume.folder, [reason for _, reason in skipped])
+            raise no_whole_checkpoint(resume.folder, [reason for _, reason in skipped])
         return ResumeCheckpoint(None)
 
     def newest_step(self, folder: str) -> int:
@@ -268,32 +268,28 @@ class Checkpointer:
         return max(steps, default=-1)
 
     def load(self, folder: str, state: State, same_world: bool) -> None:
-        """Fill `state` in place, once every byte is known to be what was saved. A checkpoint of weights only
-        leaves the optimizer as it is when new.
+        """Fill `state` in place, after every byte of the checkpoint was checked. A checkpoint of weights
+        alone leaves the optimizer in its initial state.
         """
         if self._checked != folder:
             _patiently(lambda: self._checked_manifest(folder))
         rank, device = self.mesh.worker.rank, self.mesh.device
         opened: list[Contents] = []
-        _patiently(
-            lambda: self._together(lambda: opened.append(Contents.open(folder)))
-        )  # by all or none: nobody waits in vain
+        # On all ranks or on none, so that no rank waits for another.
+        _patiently(lambda: self._together(lambda: opened.append(Contents.open(folder))))
         contents = opened[-1]
         # A run that moves from CPU to GPU finds no state of the GPU's generator.
-        random = {
-            key: value
-            for key, value in random_state(rank, device).items()
-            if same_world and key in contents.tensors
-        }
-        _patiently(
-            lambda: self._together(
-                lambda: _load({**_expected(state, contents, self.mesh.layout), **random}, contents)
-            )
-        )
+        generators = random_state(rank, device).items() if same_world else ()
+        random = {key: value for key, value in generators if key in contents.tensors}
+
+        def load() -> None:
+            _load({**_expected(state, contents, self.mesh.layout), **random}, contents)
+
+        _patiently(lambda: self._together(load))
         set_random_state(random, rank, device)
 
     def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
-        """A save in its thread: nothing that happens there may end the run."""
+        """Run a save in its thread, where no exception may end the run."""
         try:
             self._outcomes.append(self._run(task, numbers, stall))
         except Exception as error:
@@ -327,7 +323,7 @@ class Checkpointer:
             return action()
 
     def _checked_manifest(self, address: str) -> Manifest:
-        """The manifest of a checkpoint of which the ranks have read every byte, each its share of the
+        """Return the manifest of a checkpoint after the ranks have checked every byte, each a share of the
         files."""
         manifest = Manifest(**self._from_main(lambda: asdict(Contents.open(address).manifest)))
         share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
@@ -338,21 +334,21 @@ class Checkpointer:
         return manifest
 
     def _from_main(self, action: Callable[[], Any]) -> Any:
-        """Run on rank 0 alone; its result, or its failure, on every rank."""
+        """Run an action on rank 0 alone, and return its result, or raise its failure, on every rank."""
         return self._together(action if self.mesh.is_main else lambda: None)[0]
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or
-        waits alone."""
+        """Run an action on every rank and return all results. A failure of one rank is raised on all, so that
+        none continues or waits alone."""
         try:
-            mine = {"value": action()}
+            result = {"value": action()}
         except Unreadable as error:
-            mine = {"unreadable": str(error)}
+            result = {"unreadable": str(error)}
         except UserError as error:
-            mine = {"refused": str(error)}
-        except Exception as error:  # of whatever kind the storage raises
-            mine = {"unreadable": f"checkpoints cannot be read: {error}"}
-        everyone = self.peers.from_everyone(mine)
+            result = {"refused": str(error)}
+        except Exception as error:  # storage may raise any kind
+            result = {"unreadable": f"checkpoints cannot be read: {error}"}
+        everyone = self.peers.all_gather(result)
         for kind, raised in (("refused", UserError), ("unreadable", Unreadable)):
             for outcome in everyone:
                 if kind in outcome:
@@ -361,8 +357,7 @@ class Checkpointer:
 
 
 def _patiently(action: Callable[[], T]) -> T:
-    """Try again while storage does not answer; if that is in vain, a new team may try later. All ranks fail
-    and wait together."""
+    """Repeat an action while storage does not answer, a few times. All ranks fail and wait together."""
     for seconds in PAUSES:
         try:
             return action()
@@ -374,7 +369,7 @@ def _patiently(action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class _Save:
-    """One save: what, where, and since when."""
+    """A save: the state, its destination, and the time at which it began."""
 
     folder: str
     manifest: Manifest
@@ -396,14 +391,13 @@ class _Save:
 
 
 def _clear(task: _Save, identity: str) -> None:
-    """Remove what a failed save has written, and nothing else. A save may fail after its manifest is in
-    place, when that is made durable: then it is there and whole, and stays.
+    """Remove the files of a failed save. A save may fail after its manifest is written, while the manifest is
+    made durable: then the checkpoint is complete, and stays.
     """
     where = storage(task.address)
     try:
-        if where.size(MANIFEST) is not None and any(
-            identity in name for name in read_manifest(task.address).files
-        ):
+        files = read_manifest(task.address).files if where.size(MANIFEST) is not None else {}
+        if any(identity in name for name in files):
             return
         for name in where.names():
             if identity in name:
@@ -415,7 +409,7 @@ def _clear(task: _Save, identity: str) -> None:
 
 
 def _prune(task: _Save) -> None:
-    """The new checkpoint is in place; that old ones cannot be removed does not change that."""
+    """Remove old checkpoints. A failure is only logged: the new checkpoint is complete."""
     try:
         prune(task.folder, task.retention.keep, task.retention.keep_every)
     except Exception as error:
@@ -423,37 +417,47 @@ def _prune(task: _Save) -> None:
 
 
 def _expected(state: State, contents: Contents, layout: Layout) -> State:
-    """What a checkpoint is to fill. Moments are left out, and zero, where it holds none: none at all, or not
-    of weights that were frozen then; so are maxima of products in float8, all of them, where it does not hold
-    each. What compression left out is dealt out anew where the layout is another, and PowerSGD's factors stay
-    as they begin where there are none of this size."""
+    """Return the tensors that a checkpoint fills, and initialise the others.
+
+    PowerSGD's factors keep their initial values if the checkpoint has none of this size.
+    """
     _check_slots(state, contents)
-    residuals = {key: value for key, value in state.items() if key.kind is StateKind.RESIDUAL}
-    same = contents.manifest.layout == layout.model_dump(mode="json") and all(
-        key in contents.tensors for key in residuals
-    )
-    if residuals and not same:
-        deal_out(residuals, contents)
-    known = {
-        key
-        for key, value in state.items()
-        if key in contents.tensors and contents.tensors[key].shape == value.shape
-    }
-    state = {
-        key: value
-        for key, value in state.items()
-        if (key not in residuals or same) and (key.kind is not StateKind.FACTOR or key in known)
-    }
-    missing = {key for key in state if key not in contents.tensors}
-    looks_anew = any(key.is_float8_history for key in missing)
-    new = {
-        key: value
-        for key, value in state.items()
-        if (key.kind is StateKind.OPTIMIZER and key in missing) or (key.is_float8_history and looks_anew)
-    }
-    for part in own_parts(new).values():
+    state = _without_redistributed(state, contents, layout)
+    state = {key: value for key, value in state.items() if _can_fill(contents, key, value)}
+    reset = _reset_keys(state, contents)
+    for part in local_parts({key: state[key] for key in reset}).values():
         part.zero_()
-    return {key: value for key, value in state.items() if key not in new}
+    return {key: value for key, value in state.items() if key not in reset}
+
+
+def _without_redistributed(state: State, contents: Contents, layout: Layout) -> State:
+    """If the checkpoint has another layout, fill the residuals of compression from the sum over its devices,
+    and return the state without them."""
+    residuals = {key: value for key, value in state.items() if key.kind is StateKind.RESIDUAL}
+    same_layout = contents.manifest.layout == layout.model_dump(mode="json")
+    if not residuals or (same_layout and all(key in contents.tensors for key in residuals)):
+        return state
+    redistribute_residuals(residuals, contents)
+    return {key: value for key, value in state.items() if key not in residuals}
+
+
+def _can_fill(contents: Contents, key: StateKey, value: Tensor) -> bool:
+    if key.kind is not StateKind.FACTOR:
+        return True
+    return key in contents.tensors and contents.tensors[key].shape == value.shape
+
+
+def _reset_keys(state: State, contents: Contents) -> set[StateKey]:
+    """Return the keys of tensors that begin at zero.
+
+    These are optimizer states that the checkpoint lacks, because it has only weights or a weight was frozen,
+    and all histories of float8 magnitudes if it lacks any.
+    """
+    missing = {key for key in state if key not in contents.tensors}
+    reset = {key for key in missing if key.kind is StateKind.OPTIMIZER}
+    if any(key.is_float8_history for key in missing):
+        reset |= {key for key in state if key.is_float8_history}
+    return reset
 
 
 def _check_slots(state: State, contents: Contents) -> None:
@@ -484,8 +488,8 @@ def _listed(slots: set[str]) -> str:
 
 
 def _load(state: State, contents: Contents) -> None:
-    """Fill this rank's part of the state. Every rank plans what it reads by itself, of which Distributed
-    Checkpoint warns."""
+    """Fill this rank's part of the state. Every rank plans its reads by itself, about which Distributed
+    Checkpoint would warn."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
         by_text = {str(key): value for key, value in state.items()}

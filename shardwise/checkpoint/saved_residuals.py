@@ -1,9 +1,9 @@
-"""What compression left out of gradients, in a checkpoint: one tensor for each device that has some.
+"""Residuals of compressed gradients in a checkpoint: one tensor for each device that has one.
 
-Its key says which slice of which parameter it is of, and which device of how many has it (state_key.py). Over
-all devices they add up to what the weights have not been told yet. A run that goes on with the same layout
-reads back each device's own, and goes on to the bit. On another layout their sum counts: every device gets an
-equal share of it.
+The key of a residual names the parameter, the slice and the device (state_key.py). Summed over all devices,
+residuals are the part of the gradients that compression has not applied to the weights yet. A run that
+continues with the same layout reads back the residual of each device, and is identical to the bit. On another
+layout, every device gets an equal share of the sum.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from shardwise.checkpoint.state_key import Box, StateKey, StateKind
 from shardwise.checkpoint.tensor_files import Contents
 
 
-def deal_out(state: dict[StateKey, Tensor], contents: Contents) -> None:
-    """Give this device, in the residuals it has now, its share of what all devices had. Where it has two of a
-    parameter, of sums along two axes, the first gets all of it."""
-    stored = [key for key in contents.tensors if key.kind is StateKind.RESIDUAL]
-    dealt: set[str] = set()
-    for own, tensor in state.items():
-        assert own.part is not None, "a residual's key says which slice it is of"
-        assert own.part.devices is not None, "and how many devices have one"
+def redistribute_residuals(state: dict[StateKey, Tensor], contents: Contents) -> None:
+    """Fill this device's residuals with its share of the sum over all saved ones. If it has two of a
+    parameter, for sums along two axes, the first gets all of it."""
+    filled: set[str] = set()
+    for key, tensor in state.items():
         tensor.zero_()
-        for other in stored if own.name not in dealt else []:
-            if other.part is not None and other.name == own.name and len(other.part.box) == len(own.part.box):
-                _add(tensor, own.part.box, contents.read(other), other.part.box, 1 / own.part.devices)
-        dealt.add(own.name)
+        if key.name not in filled:
+            _add_saved(key, tensor, contents)
+        filled.add(key.name)
 
 
-def _add(tensor: Tensor, own: Box, values: Tensor, other: Box, factor: float) -> None:
-    """Add `factor` times the values, which lie in the box `other`, to the tensor in the box `own`,
-    where the two boxes overlap."""
-    for dim, ((begin, end), (first, last)) in enumerate(zip(own, other, strict=True)):
-        low, high = max(begin, first), min(end, last)
-        if low >= high:
+def _add_saved(key: StateKey, tensor: Tensor, contents: Contents) -> None:
+    part = key.part
+    assert part is not None, "a residual's key names a slice"
+    assert part.devices is not None, "and the number of its devices"
+    for saved in contents.tensors:
+        if saved.kind is not StateKind.RESIDUAL or saved.name != key.name or saved.part is None:
+            continue
+        if len(saved.part.box) == len(part.box):
+            _add(tensor, part.box, contents.read(saved), saved.part.box, 1 / part.devices)
+
+
+def _add(tensor: Tensor, tensor_box: Box, values: Tensor, values_box: Box, factor: float) -> None:
+    """Add `factor` times the values to the tensor where their two boxes overlap."""
+    for dim, ((begin, end), (first, last)) in enumerate(zip(tensor_box, values_box, strict=True)):
+        low, length = max(begin, first), min(end, last) - max(begin, first)
+        if length <= 0:
             return
-        tensor, values = (
-            tensor.narrow(dim, low - begin, high - low),
-            values.narrow(dim, low - first, high - low),
-        )
+        tensor, values = tensor.narrow(dim, low - begin, length), values.narrow(dim, low - first, length)
     tensor.add_(values.to(tensor), alpha=factor)

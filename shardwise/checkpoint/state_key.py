@@ -32,7 +32,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class StateKind(Enum):
-    """What a tensor is. The value is what its text begins with; no value begins with another but OTHER's."""
+    """The kind of a tensor. The value is the prefix of its text; no prefix but OTHER's begins another."""
 
     MODEL = "model."
     OPTIMIZER = "optimizer."
@@ -80,11 +80,11 @@ class StateKey:
     name: str
     """Name of the parameter, buffer or file; for a random generator its rank; for OTHER the whole text."""
     slot: str = ""
-    """Of the optimizer: what it keeps, such as exp_avg. Of a random generator: cpu or cuda."""
+    """Name of an optimizer state, such as exp_avg; for a random generator, cpu or cuda."""
     group: int | None = None
-    """The group that has this tensor for itself; None: it belongs to the run."""
+    """Number of the group to which this tensor belongs; None: it belongs to the run."""
     part: GradientSlice | None = None
-    """Only of residuals and factors."""
+    """Slice of a residual or factor; None for other tensors."""
 
     @classmethod
     def model(cls, name: str) -> StateKey:
@@ -104,8 +104,8 @@ class StateKey:
     @classmethod
     def parse(cls, text: str) -> StateKey:
         """Return the key that a text on disk stands for."""
-        found = _GROUP.match(text)
-        group, rest = (int(found[1]), text[found.end() :]) if found else (None, text)
+        match = _GROUP.match(text)
+        group, rest = (int(match[1]), text[match.end() :]) if match else (None, text)
         kind = next(kind for kind in StateKind if rest.startswith(kind.value))
         key = _parse_body(kind, rest.removeprefix(kind.value), group)
         return key if key is not None and str(key) == text else cls(StateKind.OTHER, text)
@@ -164,10 +164,10 @@ def _parse_body(kind: StateKind, body: str, group: int | None) -> StateKey | Non
 
 
 def _parse_slice(kind: StateKind, body: str) -> StateKey | None:
-    found = _SLICE.fullmatch(body)
-    if found is None or (found[5] is None) != (kind is StateKind.FACTOR):
+    match = _SLICE.fullmatch(body)
+    if match is None or (match[5] is None) != (kind is StateKind.FACTOR):
         return None
-    edges = [part.split(":") for part in found[3].split(",") if part]
+    edges = [part.split(":") for part in match[3].split(",") if part]
     box = tuple((int(begin), int(end)) for begin, end in edges)
-    devices = None if found[5] is None else int(found[5])
-    return StateKey(kind, found[2], part=GradientSlice(found[1], box, int(found[4]), devices))
+    devices = None if match[5] is None else int(match[5])
+    return StateKey(kind, match[2], part=GradientSlice(match[1], box, int(match[4]), devices))

@@ -1,10 +1,9 @@
-"""Where checkpoints lie: a folder on this machine, or any address that fsspec knows. No torch.
+"""Storage of checkpoints: a folder on this machine, or any address that fsspec supports. It needs no torch.
 
-Both answer the same few questions, and both can do the one thing that makes a save atomic: put a small file
-in place whole or not at all. On a disk that is a write under another name, fsync, rename, fsync of the
-folder, which POSIX promises to be all or nothing, also through a loss of power. An object store has no
-rename, but there a single put is atomic by itself. Local paths use plain system calls and not fsspec, because
-it offers neither fsync nor a way to know that a rename is one.
+Both have the same interface, and both can write a small file whole or not at all, which makes a save atomic.
+On a disk that is a write under another name, fsync, rename, fsync of the folder, which POSIX promises to be
+all or nothing, also through a loss of power. An object store has no rename, but there a single put is atomic.
+Local paths use plain system calls and not fsspec, which has no fsync, and whose rename may be a copy.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ BLOCK = 1 << 24
 
 
 class Storage(ABC):
-    """One folder. Names are of files or folders in it."""
+    """A folder. The names in arguments are those of files and folders in it."""
 
     address: str
 
     @abstractmethod
     def inside(self, name: str) -> Storage:
-        """A folder in it."""
+        """Return the storage of a folder in it."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What is in it; nothing where it does not exist."""
+        """Return the names in it; none if it does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Return the bytes of a file; None: there is no such file."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A whole file."""
+        """Return the content of a file."""
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -52,26 +51,25 @@ class Storage(ABC):
 
     @abstractmethod
     def blocks(self, name: str) -> Iterator[bytes | memoryview]:
-        """A whole file, block by block; a block is valid until the next is asked for."""
+        """Yield the content of a file in blocks; a block is valid until the next one."""
 
     @abstractmethod
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        """A new file to write to: durable after the block, and removed if the block fails."""
+        """Open a new file for writing: it is durable after the `with` block, and removed if that fails."""
         yield from ()
 
     @abstractmethod
     def put(self, name: str, content: bytes) -> None:
-        """A small file, in place whole and durable or, if this fails, not at all: an older one of that name
-        stays."""
+        """Write a small file atomically and durably. If this fails, an older file of that name stays."""
 
     @abstractmethod
     def make(self) -> None:
-        """Make the folder, and those above it."""
+        """Create the folder and its parents."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all in it; what is not there is removed already."""
+        """Remove a file or a folder with its content, if it exists."""
 
     @abstractmethod
     def move(self, name: str, to: Storage) -> None:
@@ -79,7 +77,7 @@ class Storage(ABC):
 
 
 def storage(address: str | Path) -> Storage:
-    """The storage behind a path or an address such as `s3://bucket/run`."""
+    """Return the storage at a path or an address such as `s3://bucket/run`."""
     text = str(address)
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -88,12 +86,12 @@ def storage(address: str | Path) -> Storage:
 
 
 def parent(address: str) -> str:
-    """The folder that a checkpoint lies in."""
+    """Return the folder that contains a checkpoint."""
     return address.rstrip("/").rpartition("/")[0] or "."
 
 
 def same_folder(first: str, second: str) -> bool:
-    """Whether two addresses are of the same folder."""
+    """Return whether two addresses name the same folder."""
     if "://" in first or "://" in second:
         return first.rstrip("/") == second.rstrip("/")
     return Path(first).resolve() == Path(second).resolve()
@@ -187,7 +185,7 @@ def _settle(folder: Path) -> None:
 
 
 class _Remote(Storage):
-    """Through fsspec, which caches listings: every question about names asks it to forget them first."""
+    """A folder behind fsspec, which caches listings: they are dropped before every question about names."""
 
     def __init__(self, address: str, system: Any, path: str) -> None:
         self.address, self._system, self._path = address, system, path

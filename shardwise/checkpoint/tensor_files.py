@@ -1,15 +1,14 @@
-"""The tensors of a checkpoint, as one process reads or writes them: no peers, and one tensor in memory at a
-time.
+"""Read and write the tensors of a checkpoint in one process, with one tensor in memory at a time.
 
-Data files hold raw bytes, each tensor's beginning at a multiple of 64. A JSON file says for each name its
-type, its whole shape, and its pieces: which part of the whole (offset and shape), in which file, from which
-byte. That is all that is needed to put a tensor together again on any mesh, and it is checked before a byte
-is read: pieces must lie inside their tensor and inside their file, and fill the tensor.
+Data files hold raw bytes; each tensor begins at a multiple of 64. A JSON file lists for each key the dtype,
+the whole shape, and the pieces: which part of the whole (offset and shape), in which file, from which byte.
+That is all that is needed to assemble a tensor on any mesh, and it is checked before any data are read:
+pieces must lie inside their tensor and inside their file, and fill the tensor.
 
-Tensors are known by their keys (state_key.py has their text). A checkpoint may hold weights only.
+Tensors are identified by their keys (state_key.py defines the text). A checkpoint may hold weights alone.
 
-The checksum of a data file is made while it is written, by another thread: zlib lets go of the interpreter,
-so with a second core it costs nothing where a disk is slower than 1 GB/s, and no file is read again.
+Another thread computes the checksum of a data file while it is written: zlib releases the interpreter lock,
+so with a second core it costs nothing if the disk is slower than 1 GB/s, and no file is read again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from operator import add
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, NoReturn
+from typing import Annotated, BinaryIO, NoReturn
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
@@ -40,35 +39,19 @@ from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, parse_as
 
 ALIGNMENT = 64
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        ),
-        *(
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.bool,
-            torch.complex64,
-            torch.complex128,
-        ),
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+        "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
     )
-}
-"""What a tensor in a checkpoint may be made of."""
+}  # fmt: skip
+"""Dtypes of tensors in checkpoints."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first corner of a part of a tensor, and the one past its last."""
+"""The first index of a part of a tensor in each dim, and the index past its last."""
 Files = dict[str, WrittenFile]
 """Size and CRC-32 of files by name."""
 
@@ -81,7 +64,7 @@ def _known_dtype(name: str) -> str:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor, and where its bytes are."""
+    """A part of a tensor, and the place of its bytes."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -93,7 +76,7 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint."""
+    """The description of a tensor in a checkpoint."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -102,7 +85,7 @@ class StoredTensor:
     pieces: tuple[TensorPiece, ...]
 
     def bytes_of(self, shape: Shape) -> int:
-        """Size of a part of it."""
+        """Return the bytes of a part of this shape."""
         return math.prod(shape) * DTYPES[self.dtype].itemsize
 
 
@@ -116,7 +99,7 @@ class Contents:
 
     @classmethod
     def open(cls, folder: str | Path) -> Contents:
-        """Read the manifest and the list of tensors, and check all that can be known without reading the
+        """Read the manifest and the list of tensors, and check them as far as is possible without reading the
         tensors."""
         where = storage(folder)
         manifest = read_manifest(where.address)
@@ -124,7 +107,7 @@ class Contents:
         if len(indices) != 1:
             raise UserError(
                 f"{where.address}/{MANIFEST} does not belong to a checkpoint: it names {len(indices)} lists "
-                f"of tensors"
+                "of tensors"
             )
         for problem in damaged_files(where, manifest, indices):
             raise UserError(f"{problem}. Remove {where.address} to resume from an older checkpoint.")
@@ -143,7 +126,7 @@ class Contents:
         return result
 
     def read_rows(self, stored: StoredTensor, piece: TensorPiece, first: int, count: int) -> Tensor:
-        """Some rows of a piece: what is next to each other in the file as well."""
+        """Return some rows of a piece, which are contiguous in the file too."""
         shape = (count, *piece.shape[1:]) if piece.shape else ()
         buffer = torch.empty(stored.bytes_of(shape), dtype=torch.uint8)
         start = piece.start + stored.bytes_of((first, *piece.shape[1:]))
@@ -151,15 +134,13 @@ class Contents:
         return buffer.view(DTYPES[stored.dtype]).view(shape)
 
     def check(self) -> None:
-        """Read every byte, and refuse the checkpoint with the name of the first file that is not what was
-        saved."""
+        """Read every byte, and raise an error with the name of the first damaged file."""
         for problem in damaged_files(storage(self.address), self.manifest, self.manifest.files):
             raise UserError(f"{problem}. Remove {self.address} to resume from an older checkpoint.")
 
 
 def faults(folder: str | Path) -> Iterator[str]:
-    """One sentence for each file of a checkpoint that is not what was saved, after reading every byte; none
-    if it is whole."""
+    """Read every byte of a checkpoint, and yield a sentence for each damaged file."""
     try:
         contents = Contents.open(folder)
     except UserError as error:
@@ -173,7 +154,7 @@ def faults(folder: str | Path) -> Iterator[str]:
 
 
 def damaged_files(where: Storage, manifest: Manifest, files: Iterable[str]) -> Iterator[str]:
-    """A sentence for each of these files that is not what the manifest says."""
+    """Yield a sentence for each of these files whose checksum is not that of the manifest."""
     for name in files:
         problem = _problem_of_file(where, manifest, name)
         if problem:
@@ -189,27 +170,24 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
         if is_temporary(error):
             raise Unreadable(f"{where.address}/{name} cannot be read ({error})") from None
         return f"{where.address}/{name} cannot be read ({error})"
-    return (
-        None
-        if manifest.files[name] == {"bytes": size, "crc32": crc}
-        else f"{where.address}/{name} is damaged"
-    )
+    whole = manifest.files[name] == {"bytes": size, "crc32": crc}
+    return None if whole else f"{where.address}/{name} is damaged"
 
 
 def _parse(content: bytes, manifest: Manifest, source: str) -> dict[StateKey, StoredTensor]:
     listed = parse_as(dict[str, StoredTensor], content, source)
     tensors = {StateKey.parse(text): stored for text, stored in listed.items()}
-    reader = _Meaning(manifest, source)
+    checks = _PieceChecks(manifest, source)
     for key, stored in tensors.items():
-        reader.check(key, stored)
-    reader.check_files(tensors)
+        checks.check(key, stored)
+    checks.check_files(tensors)
     return tensors
 
 
 @dataclass(frozen=True)
-class _Meaning:
-    """What types cannot say: pieces lie inside their tensor and their file, fill the one, and share no byte
-    of the other."""
+class _PieceChecks:
+    """Checks that pieces lie inside their tensor and their file, fill the tensor, and share no byte of the
+    file."""
 
     manifest: Manifest
     source: str
@@ -251,14 +229,15 @@ class _Meaning:
 
 
 def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
-    """Whether boxes make up the whole, each point once. A mesh splits a tensor by cuts right through, one dim
-    after the other: so the boxes are parted again along every plane that none of them crosses, until each is
-    alone, which takes no more than n log n.
+    """Return whether boxes cover the whole, each point once.
+
+    A mesh splits a tensor by cuts through its whole width, one dim after the other. So the boxes are split
+    again along every plane that none of them crosses, until each is alone, which takes at most n log n steps.
     """
     if len(boxes) <= 1:
         return boxes == [whole]
     for dim in range(len(whole[0])):
-        groups = _parted(boxes, dim)
+        groups = _split(boxes, dim)
         if len(groups) > 1:
             edges = [whole[0][dim], *(max(box[1][dim] for box in group) for group in groups)]
             parts = [_cut(whole, dim, begin, end) for begin, end in pairwise(edges)]
@@ -269,7 +248,7 @@ def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
     return False
 
 
-def _parted(boxes: list[Box], dim: int) -> list[list[Box]]:
+def _split(boxes: list[Box], dim: int) -> list[list[Box]]:
     groups: list[list[Box]] = []
     reached = -1
     for box in sorted(boxes, key=lambda box: box[0][dim]):
@@ -293,14 +272,14 @@ def encode(tensors: dict[StateKey, StoredTensor]) -> bytes:
 
 
 class DataFile:
-    """A file of raw tensors being written."""
+    """A file to which raw tensors are written."""
 
     def __init__(self, stream: BinaryIO, pool: ThreadPoolExecutor) -> None:
         self._stream, self._pool, self._size = stream, pool, 0
         self._crc: Future[int] = pool.submit(int)
 
     def append(self, tensor: Tensor) -> int:
-        """Write a tensor, from any device; at which byte it begins."""
+        """Write a tensor from any device, and return the byte at which it begins."""
         self._write(memoryview(bytes(-self._size % ALIGNMENT)))
         start = self._size
         self._write(_view(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
@@ -309,23 +288,21 @@ class DataFile:
     def _write(self, content: memoryview) -> None:
         for begin in range(0, len(content), BLOCK):
             block = content[begin : begin + BLOCK]
-            before = self._crc.result()  # at most one block behind, so that no more than one is kept for it
-            self._crc = (
-                self._pool.submit(zlib.crc32, block, before)
-                if len(block) > 1 << 16
-                else _done(zlib.crc32(block, before))
-            )
+            before = self._crc.result()  # at most one block behind, so that only one block waits in memory
+            if len(block) > 1 << 16:
+                self._crc = self._pool.submit(zlib.crc32, block, before)
+            else:
+                self._crc = _done(zlib.crc32(block, before))
             self._stream.write(block)
             self._size += len(block)
 
     def size_and_crc(self) -> WrittenFile:
-        """Size and CRC-32 of all that was written."""
+        """Return the size and the CRC-32 of the file so far."""
         return {"bytes": self._size, "crc32": self._crc.result()}
 
 
 def _view(numbers: Tensor) -> memoryview:
-    array: Any = numbers.numpy()
-    return memoryview(array)
+    return numbers.numpy().data
 
 
 def _done(value: int) -> Future[int]:
@@ -336,29 +313,26 @@ def _done(value: int) -> Future[int]:
 
 @contextmanager
 def data_file(where: Storage, name: str) -> Iterator[DataFile]:
-    """A new data file: durable after the block, gone if the block fails."""
+    """Open a new data file: it is durable after the `with` block, and removed if that fails."""
     with ThreadPoolExecutor(1, "checksum") as pool, where.create(name) as stream:
         yield DataFile(stream, pool)
 
 
 def save_id() -> str:
-    """What tells the files of one save from those of any other."""
+    """Return a random id that is part of the names of a save's files."""
     return secrets.token_hex(6)
 
 
 def commit(
     where: Storage, manifest: Manifest, tensors: dict[StateKey, StoredTensor], files: Files, identity: str
 ) -> Manifest:
-    """Make these data files, which are durable by now, a checkpoint; returns the manifest that is in
-    place."""
+    """Make a checkpoint of these data files, which are durable already. Return its manifest."""
     index = encode(tensors)
     with where.create(f"tensors-{identity}.json") as stream:
         stream.write(index)
     files = {**files, f"tensors-{identity}.json": {"bytes": len(index), "crc32": zlib.crc32(index)}}
     for file, written in files.items():
-        if (
-            where.size(file) != written["bytes"]
-        ):  # another run cleaned up here: a manifest would promise what is gone
+        if where.size(file) != written["bytes"]:  # another run may have cleaned up here
             raise OSError(f"{where.address}/{file} was removed while the checkpoint was being written")
     complete = replace(manifest, files=files)
     where.put(MANIFEST, complete.encode())
@@ -368,7 +342,7 @@ def commit(
 def write_checkpoint(
     folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[StateKey, Tensor]]
 ) -> None:
-    """Write a checkpoint from one process, tensor by tensor; it is there whole at the end, or not at all."""
+    """Write a checkpoint from one process, tensor by tensor. It exists whole at the end, or not at all."""
     where, identity = storage(folder), save_id()
     file = f"rank-0-{identity}.data"
     stored: dict[StateKey, StoredTensor] = {}

@@ -1,10 +1,10 @@
-"""How all ranks write one checkpoint together: who writes what, each its file, and one of them commits.
+"""All ranks write one checkpoint together: each rank writes a file, and rank 0 commits.
 
-torch's Distributed Checkpoint knows which part of a tensor a rank holds, whatever its placements; what
-several ranks hold, one of them writes. Its own exchanges unpickle what comes from the network, so these are
-ours (JSON, comm/peers.py), and there are three: rank 0 hears what each rank holds and tells each what to
-write; it hears what was written, and commits; it tells how that went. Each carries failures too, so that a
-save fails on all ranks or on none.
+torch's Distributed Checkpoint tells which part of a tensor a rank holds, whatever its placements; a part that
+several ranks hold is written by one of them. Its exchanges unpickle data from the network, so ours are used
+(JSON, comm/peers.py). There are three: rank 0 learns what each rank holds and tells each what to write; it
+learns what was written, and commits; it reports the result. Each carries failures too, so that a save fails
+on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger("shardwise")
 
 Commit = Callable[[Callable[[], Manifest]], Manifest]
 Outcome = dict[str, Any]
-"""What a rank made of its part: {"value": …} or {"error": "why not"}."""
+"""The result of a rank's part of a save: {"value": …} or {"error": "reason"}."""
 
 
 class SaveRefused(Exception):
-    """Some rank could not do its part of a save: what it said."""
+    """Some rank could not do its part of a save. The message is that rank's."""
 
 
 def write_together(
@@ -53,33 +53,37 @@ def write_together(
     identity: str,
     guard: Commit,
 ) -> int:
-    """Write a checkpoint, which every rank does at once; the bytes of it, once it is in place.
+    """Write a checkpoint and return its bytes once it is complete. Every rank calls this at the same time.
 
-    `state` are the tensors that know their place in the whole, `numbers` this rank's part of each. The save's
-    id is rank 0's. `guard` runs the commit, or refuses it where the save was given up meanwhile.
+    `state` has the tensors with their placements, `numbers` this rank's part of each. The id of the save is
+    rank 0's. `guard` runs the commit, or refuses it if the save was abandoned in the meantime.
     """
-    mine = held_pieces(state)
-    said = peers.at_main([piece.to_json() for piece in mine])
-    held = [] if said is None else [[HeldPiece.from_json(piece) for piece in pieces] for pieces in said]
-    shares = None if said is None else _attempt(lambda: _prepare(where, held))
-    told = peers.from_main(None if shares is None else _for_each_rank(shares, identity, peers.world))
-    identity, indices = _value(told)
+    local = held_pieces(state)
+    reports = peers.gather([piece.to_json() for piece in local])
+    held = [] if reports is None else _pieces_of_ranks(reports)
+    shares = None if reports is None else _attempt(lambda: _prepare(where, held))
+    assigned = peers.scatter(None if shares is None else _for_each_rank(shares, identity, peers.world))
+    identity, indices = _value(assigned)
     file = f"rank-{peers.rank}-{identity}.data"
-    results = peers.at_main(
-        _attempt(lambda: _write(where, file, [mine[index] for index in indices], numbers))
-    )
+    results = peers.gather(_attempt(lambda: _write(where, file, _select(local, indices), numbers)))
     outcome = None
     if shares is not None and results is not None:
-        written = [
-            [pieces[index] for index in share] for pieces, share in zip(held, shares["value"], strict=True)
-        ]
+        written = list(map(_select, held, shares["value"]))
         outcome = _attempt(
             lambda: guard(lambda: _commit(where, manifest, written, results, identity)).total_bytes
         )
-    return int(_value(peers.from_rank(outcome, 0)))
+    return int(_value(peers.broadcast(outcome, 0)))
 
 
-def _attempt(action: Callable[[], Any]) -> Outcome:
+def _pieces_of_ranks(reports: Sequence[Sequence[list[Any]]]) -> list[list[HeldPiece]]:
+    return [[HeldPiece.from_json(piece) for piece in pieces] for pieces in reports]
+
+
+def _select(pieces: Sequence[HeldPiece], indices: Sequence[int]) -> list[HeldPiece]:
+    return [pieces[index] for index in indices]
+
+
+def _attempt(action: Callable[[], object]) -> Outcome:
     try:
         return {"value": action()}
     except Exception as error:  # of whatever kind the storage raises
@@ -111,7 +115,7 @@ def _commit(
     results: Sequence[Outcome],
     identity: str,
 ) -> Manifest:
-    """Rank 0, when every rank's file is durable."""
+    """Commit the checkpoint on rank 0, when the files of all ranks are durable."""
     tensors, files = _listed(shares, [_value(result) for result in results])
     return commit(where, manifest, tensors, files, identity)
 
@@ -128,16 +132,16 @@ class HeldPiece:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size of the piece in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def to_json(self) -> list[Any]:
-        """As sent to rank 0."""
+    def to_json(self) -> list[object]:
+        """Return the piece as JSON, which is sent to rank 0."""
         return [str(self.key), self.dtype, self.whole, self.offset, self.shape]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> HeldPiece:
-        """As received."""
+        """Return the piece that received JSON stands for."""
         key, dtype, whole, offset, shape = value
         return cls(StateKey.parse(key), dtype, tuple(whole), tuple(offset), tuple(shape))
 
@@ -150,21 +154,14 @@ def held_pieces(state: Mapping[StateKey, Tensor]) -> list[HeldPiece]:
         data = item.tensor_data
         assert data is not None, f"{item.index.fqn} is no tensor"
         dtype = str(data.properties.dtype).removeprefix("torch.")
-        pieces.append(
-            HeldPiece(
-                StateKey.parse(item.index.fqn),
-                dtype,
-                tuple(data.size),
-                tuple(data.chunk.offsets),
-                tuple(data.chunk.sizes),
-            )
-        )
+        offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+        pieces.append(HeldPiece(StateKey.parse(item.index.fqn), dtype, tuple(data.size), offset, shape))
     return pieces
 
 
 def shares_of_ranks(held: Sequence[Sequence[HeldPiece]]) -> list[list[int]]:
-    """What each rank writes, as indices into what it holds. Of the ranks that hold a piece, the one with
-    least to write does."""
+    """Return the pieces that each rank writes, as indices into those that it holds. A piece that several
+    ranks hold goes to the one with the fewest bytes so far."""
     holders: dict[HeldPiece, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(held):
         for index, piece in enumerate(pieces):
@@ -179,7 +176,7 @@ def shares_of_ranks(held: Sequence[Sequence[HeldPiece]]) -> list[list[int]]:
 
 
 class Written(TypedDict):
-    """What a rank has written: one file, and where in it each piece begins."""
+    """The file that a rank has written, and where each piece begins in it."""
 
     file: str
     size_and_crc: WrittenFile
@@ -189,8 +186,7 @@ class Written(TypedDict):
 def _write(
     where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[StateKey, Tensor]
 ) -> Written | None:
-    """Write this rank's share, of which `numbers` has the values, into one file; None where there is nothing
-    to write."""
+    """Write these pieces, whose values are in `numbers`, into one file; None: there are no pieces."""
     if not pieces:
         return None
     with data_file(where, file) as data:
@@ -202,7 +198,7 @@ def _write(
 def _listed(
     shares: Sequence[Sequence[HeldPiece]], written: Sequence[Written | None]
 ) -> tuple[dict[StateKey, StoredTensor], Files]:
-    """The list of tensors that the checkpoint holds, and its files, from what every rank has written."""
+    """Return the list of the checkpoint's tensors, and its files, from what every rank has written."""
     pieces: dict[StateKey, list[TensorPiece]] = defaultdict(list)
     wholes: dict[StateKey, HeldPiece] = {}
     files: Files = {}

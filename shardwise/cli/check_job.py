@@ -171,7 +171,7 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
-    from shardwise.train.planner import left_to_the_planner
+    from shardwise.search.planner import left_to_the_planner
 
     if (config := complete_config(sections)) is None or config.layout.data == 0:
         return

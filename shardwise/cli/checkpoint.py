@@ -138,7 +138,7 @@ def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
 
     What can be refused without torch is refused here, because importing torch takes seconds.
     """
-    from shardwise.checkpoint.folder import held_model, read_manifest
+    from shardwise.checkpoint.folder import read_manifest, saved_model
     from shardwise.checkpoint.pretrained import HEADER_DTYPES, check_empty
     from shardwise.config.model_config import to_config
 
@@ -146,7 +146,7 @@ def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
         raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(HEADER_DTYPES)}")
     check_empty(folder)
     address = newest(checkpoint)
-    model = held_model(read_manifest(address), address)
+    model = saved_model(read_manifest(address), address)
     if model.module is not None:
         to_config(model)  # refuses it
     return address

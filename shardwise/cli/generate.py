@@ -62,7 +62,7 @@ def _load(model: str) -> Speaker:
 
     What can be refused without torch is refused before torch is imported, because that takes seconds.
     """
-    from shardwise.checkpoint.folder import held_model, read_manifest
+    from shardwise.checkpoint.folder import read_manifest, saved_model
     from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
     from shardwise.cli.checkpoint import need_torch, newest, note_links
     from shardwise.config.pretrained_folder import CONFIG
@@ -80,7 +80,7 @@ def _load(model: str) -> Speaker:
 
         return load_folder(folder)
     address = newest(model)
-    held_model(read_manifest(address), address)
+    saved_model(read_manifest(address), address)
     from shardwise.train.inference import load_checkpoint
 
     return load_checkpoint(address)

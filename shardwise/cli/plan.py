@@ -54,15 +54,19 @@ def plan(
             "--days", help="The compute-optimal model for this many days here; with --fewest, a deadline."
         ),
     ] = None,
-    storage: Annotated[
+    storage_speed: Annotated[
         float,
         typer.Option(
-            "--storage", help="GB/s of the storage that checkpoints go to, from all nodes together."
+            "--storage-gb-per-s",
+            help="Speed in GB/s at which all nodes together write checkpoints to their storage.",
         ),
     ] = 20.0,
-    failures: Annotated[
+    device_mtbf: Annotated[
         float | None,
-        typer.Option("--failures", help="Hours of one device between failures; left out: as Llama 3 saw."),
+        typer.Option(
+            "--device-mtbf-hours",
+            help="Mean hours between two failures of one device; left out: as published for Llama 3.",
+        ),
     ] = None,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule, with its bubble.")
@@ -76,7 +80,12 @@ def plan(
     from shardwise.search.search import check_countable
 
     asked = _Asked(scale, fewest, maximise, flops, days)
-    numbers = {"--compute-budget": flops, "--days": days, "--storage": storage, "--failures": failures}
+    numbers = {
+        "--compute-budget": flops,
+        "--days": days,
+        "--storage-gb-per-s": storage_speed,
+        "--device-mtbf-hours": device_mtbf,
+    }
     config = read(
         job,
         overrides or [],
@@ -96,7 +105,7 @@ def plan(
     if asked.anything:
         _print(*_goal(config, cluster, asked), json)
         return
-    answer = _answer(config, cluster, str(job), everything, storage, failures)
+    answer = _answer(config, cluster, str(job), everything, storage_speed, device_mtbf)
     if html is not None:
         from shardwise.cli.plan_page import render_page
 
@@ -196,7 +205,12 @@ def _print(answer: dict[str, Any], shown: list[Any], json: bool) -> None:
 
 
 def _answer(
-    config: Config, cluster: Cluster, job: str, everything: bool, storage: float, failures: float | None
+    config: Config,
+    cluster: Cluster,
+    job: str,
+    everything: bool,
+    storage_speed: float,
+    device_mtbf: float | None,
 ) -> dict[str, Any]:
     from shardwise import __version__
     from shardwise.cli.plan_drawings import drawings
@@ -210,7 +224,7 @@ def _answer(
     config, result = searched.config, searched.result
     content = answer(config, result, everything)
     content["best"] |= drawings(result)
-    more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)
+    more = beyond(config, result, 1e9 * storage_speed, device_mtbf or DEVICE_HOURS)
     chosen = [f"compression {config.layout.compression or 'none'}: {searched.why}"] if searched.why else []
     return {
         "version": __version__,

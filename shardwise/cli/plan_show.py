@@ -83,7 +83,7 @@ def advice_of(beyond: Mapping[str, Any]) -> list[str]:
     advice = saves["advice"]
     every = f"save every {counted(advice['every_steps'], 'step')} ({format_span(advice['every_seconds'])})"
     gigabytes = format_figure(saves["storage_bytes"] / 1e9)
-    storage = f"{gigabytes} GB on storage of {saves['storage_gb_s']:g} GB/s in all (--storage)"
+    storage = f"{gigabytes} GB on storage of {saves['storage_gb_s']:g} GB/s in all (--storage-gb-per-s)"
     sentences = [text, f"{every}: {advice['expected_goodput']:.1%} of the time counts, {storage}"]
     if (hide := beyond["to_hide"]) is not None:
         where = "between nodes" if hide["link"] == "between" else "inside a node"

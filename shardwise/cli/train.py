@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.drivers.driver import Crew
     from shardwise.mesh import Node, Worker
     from shardwise.plan import Plan
-    from shardwise.train.planner import Planner
+    from shardwise.search.planner import Planner
 
 MOST_WORKERS = 4096
 """Largest number of workers on one machine. A larger number is a typing mistake, and would be started."""
@@ -233,8 +233,8 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     from shardwise.mesh import device_memory
     from shardwise.probe.quick_probe import valid_cache_file
     from shardwise.resilience.fork_server import start_server
+    from shardwise.search.planner import Planner, left_to_the_planner
     from shardwise.train.launch import WORKERS_IMPORT
-    from shardwise.train.planner import Planner, left_to_the_planner
 
     if config.model.module is not None:
         return Planner(config, devices, device_memory(local_workers, config.run.device), _parameters(config))
@@ -332,12 +332,11 @@ def _be_worker(config: Config, worker: Worker) -> int:
         from shardwise.observe import unblocked_output
         from shardwise.resilience.worker_link import WorkerLink
         from shardwise.train.launch import log_to, newest_saved
-        from shardwise.train.planner import planner_of_worker
         from shardwise.train.run import run
 
         signals.stop_without_parent()
         log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
-        plan = planner_of_worker(config, worker).first
+        plan = _planner_of_worker(config, worker).first
         if worker.rank == 0:
             _check_room(config, plan)
         link = WorkerLink(worker, plan, signals)
@@ -349,3 +348,19 @@ def _be_worker(config: Config, worker: Worker) -> int:
                 raise
             cause = f"a peer was lost while the run was stopping: {str(error).splitlines()[0]}"
             raise cut_short(cause, newest_saved(config), link.reached > 0, signals.status) from error
+
+
+def _planner_of_worker(config: Config, worker: Worker) -> Planner:
+    """Return the planner of a worker that another launcher started. It searches for nothing, because two CPUs
+    could decide near ties differently."""
+    from shardwise.cost.clusters import asked_for
+    from shardwise.errors import UserError
+    from shardwise.mesh import device_memory
+    from shardwise.search.planner import Planner
+    from shardwise.train.check_module import count_parameters
+
+    cluster = None
+    with suppress(UserError):  # only a prediction is lost
+        cluster = asked_for(config.cluster)
+    memory = device_memory(worker.local_world, config.run.device)
+    return Planner(config, worker.world, memory, count_parameters(config), cluster, config.cluster.file)

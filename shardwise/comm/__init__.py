@@ -1,28 +1,28 @@
-"""Collectives that count their bytes, and what ranks say to each other beside training."""
+"""Collectives that count their bytes, and messages between ranks beside training."""
 
 from shardwise.comm.comm import EXPOSED, Comm, Exchange
-from shardwise.comm.deferred_sums import SumsBehind, UnitBehind
+from shardwise.comm.deferred_sums import DeferredSums, DeferredUnitSum
 from shardwise.comm.gradient_compression import CompressionSettings, Compressor, Momentum
-from shardwise.comm.hooks import CompressedCopies, CountedAllGather, CountedReduceScatter, GradientSum
+from shardwise.comm.hooks import CompressedReplicaSum, CountedAllGather, CountedReduceScatter, GradientSum
 from shardwise.comm.peers import Peers
-from shardwise.comm.weight_gathers import EncodedGather, Float8Gather, GatherSettings, NearbyCopy
+from shardwise.comm.weight_gathers import EncodedGather, Float8Gather, GatherSettings, SecondaryShard
 
 __all__ = [
     "EXPOSED",
     "Comm",
-    "CompressedCopies",
+    "CompressedReplicaSum",
     "CompressionSettings",
     "Compressor",
     "CountedAllGather",
     "CountedReduceScatter",
+    "DeferredSums",
+    "DeferredUnitSum",
     "EncodedGather",
     "Exchange",
     "Float8Gather",
     "GatherSettings",
     "GradientSum",
     "Momentum",
-    "NearbyCopy",
     "Peers",
-    "SumsBehind",
-    "UnitBehind",
+    "SecondaryShard",
 ]

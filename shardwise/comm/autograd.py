@@ -1,18 +1,17 @@
-"""Collectives that gradients flow through. Each says what it does forward and what it therefore does
-backward.
+"""Collectives that gradients flow through; each docstring states the forward and the backward.
 
 All act along one axis of the mesh and do nothing where the axis has one device. They are kept out of compiled
-graphs: the compiler works on what lies between them, and the ledger sees every one.
+graphs: the compiler works on what lies between them, and the ledger counts every one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardwise.comm.comm import Comm
 
@@ -22,36 +21,38 @@ R = TypeVar("R")
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """Keep a function out of compiled graphs."""
-    kept_out: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return kept_out
+    uncompiled: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return uncompiled
 
 
 @eager
 def gather(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    """Forward: put the devices' parts together along `dim`. Backward: sum over the devices, and keep the own
-    part."""
+    """Forward: concatenate the devices' parts along `dim`. Backward: sum over the devices and return this
+    device's part."""
     result: Tensor = _Gather.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
     return result
 
 
 @eager
 def scatter_sum(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    """Forward: sum over the devices, and keep the own part along `dim`. Backward: put the parts together."""
+    """Forward: sum over the devices and return this device's part along `dim`. Backward: concatenate the
+    parts."""
     result: Tensor = _ScatterSum.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
     return result
 
 
 @eager
 def collect(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    """Forward: put the parts together along `dim`, for devices that all go on with the same. Backward: keep
-    the own part."""
+    """Forward: concatenate the parts along `dim`, where all devices then compute the same. Backward: return
+    this device's part."""
     result: Tensor = _Collect.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
     return result
 
 
 @eager
 def total(x: Tensor, comm: Comm, axis: str) -> Tensor:
-    """Forward: sum over the devices, which all go on with the same. Backward: nothing to do."""
+    """Forward: sum over the devices, which then all compute the same. Backward: return the gradient as it
+    is."""
     result: Tensor = _Total.apply(x, comm, axis) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
     return result
 
@@ -64,81 +65,92 @@ def all_to_all(
     sent: Sequence[int] | None = None,
     received: Sequence[int] | None = None,
 ) -> Tensor:
-    """Forward: part i of the rows goes to device i, and what others sent here comes in their order. Backward:
+    """Forward: send part i of the rows to device i, and return the received rows in device order. Backward:
     the reverse."""
     result: Tensor = _AllToAll.apply(rows, comm, axis, sent, received)  # type: ignore[no-untyped-call]
     return result
 
 
+class _Context(FunctionCtx):
+    """What a forward remembers for its backward."""
+
+    comm: Comm
+    axis: str
+    dim: int
+    part: tuple[int, int, int]
+    """Arguments of `Tensor.narrow` that select this device's part."""
+    counts: tuple[Sequence[int] | None, Sequence[int] | None]
+    """Numbers of rows sent to each device and received from each device, in backward."""
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-        ctx.where = (comm, axis, dim)
-        return _gathered(x, comm, axis, dim)
+    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+        ctx.comm, ctx.axis, ctx.dim = comm, axis, dim
+        return _gather(x, comm, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scattered(gradient, *ctx.where), None, None, None
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _scatter_sum(gradient, ctx.comm, ctx.axis, ctx.dim), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-        ctx.where = (comm, axis, dim)
-        return _scattered(x, comm, axis, dim)
+    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+        ctx.comm, ctx.axis, ctx.dim = comm, axis, dim
+        return _scatter_sum(x, comm, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gathered(gradient, *ctx.where), None, None, None
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(gradient, ctx.comm, ctx.axis, ctx.dim), None, None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
         ctx.part = (dim, comm.mesh.coordinate(axis) * x.shape[dim], x.shape[dim])
-        return _gathered(x, comm, axis, dim)
+        return _gather(x, comm, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient.narrow(*ctx.part), None, None, None
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: str) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str) -> Tensor:
         return comm.all_reduce(x.clone(), axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         rows: Tensor,
         comm: Comm,
         axis: str,
         sent: Sequence[int] | None,
         received: Sequence[int] | None,
     ) -> Tensor:
-        ctx.backwards = (comm, axis, received, sent)
+        ctx.comm, ctx.axis, ctx.counts = comm, axis, (received, sent)
         return comm.all_to_all(rows, axis, sent, received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        comm, axis, sent, received = ctx.backwards
-        return comm.all_to_all(gradient, axis, sent, received), None, None, None, None
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.comm.all_to_all(gradient, ctx.axis, *ctx.counts), None, None, None, None
 
 
-def _gathered(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+def _gather(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
     parts = comm.all_gather(x, axis)  # (devices, *shape)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _scattered(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+def _scatter_sum(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
     size = comm.mesh.size(axis)
     assert x.shape[dim] % size == 0, f"dim {dim} of {tuple(x.shape)} does not split over {axis} {size}"
     return comm.reduce_scatter(torch.stack(x.chunk(size, dim)), axis)

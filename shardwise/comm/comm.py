@@ -1,15 +1,15 @@
 """Collectives that count their bytes and the time the program waits for them.
 
-Everything that training sends between devices passes through this package: what shardwise sends itself (here;
-with gradients flowing through it in autograd.py), and what torch sends for it, through the doors that torch
-leaves open (hooks.py). The ledger then holds what really ran, by kind and axis, and the planner can be held
-to it.
+Everything that training sends between devices passes through this package: shardwise's own collectives (here;
+with gradients flowing through them in autograd.py), and those of torch, through the hooks that it offers
+(hooks.py). The ledger therefore holds what really ran, by kind and axis, and checks the planner's
+prediction.
 
 Gradients are always summed, never averaged: the loss is already divided by the global number of tokens.
 
-On a CPU a collective blocks, and the time inside it is time this rank waits for others or for bytes: it is
-kept apart from the rank's own work, so that a slow rank can be told from those that wait for it. On a GPU
-collectives wait on streams; what can be timed there, and what cannot, is said where it happens.
+On a CPU a collective blocks, and this rank waits inside it for other ranks or for bytes. That time is
+measured separately from computation, so that a slow rank can be told from those that wait for it. On a GPU
+collectives wait on streams; the code that issues them says what can be timed there.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Comm:
     ledger: Ledger = field(init=False)
     clock: StepClock = field(init=False)
     step: int = 0
-    """The step that is being done, counted from 1."""
+    """Number of the current step, counted from 1."""
     loss_scale: float = 1.0
-    """What gradients are multiplied by in it."""
-    only_to_look: bool = False
-    """Whether gradients of this step are thrown away, so that nothing of them may be left for later."""
+    """Factor that the gradients of the current step are multiplied by."""
+    discard_gradients: bool = False
+    """Whether the gradients of this step are thrown away, so that compression must keep no residual of
+    them."""
 
     def __post_init__(self) -> None:
         on_gpu = self.mesh.device.type == "cuda"
@@ -52,13 +53,13 @@ class Comm:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device that this rank computes on."""
         return self.mesh.device
 
     def all_reduce(
         self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Sum (or `op`) in place over an axis; nothing to do where the axis has one device."""
+        """Sum (or apply `op`) in place over an axis; do nothing where the axis has one device."""
         group = self.mesh.group(axis)
         if group is not None:
             with self.collective("all_reduce", axis, tensor):
@@ -66,19 +67,19 @@ class Comm:
         return tensor
 
     def all_gather(self, tensor: Tensor, axis: str) -> Tensor:
-        """Everybody's tensor, of one shape: (devices, *shape)."""
+        """Return the tensors of all devices, which have one shape: (devices, *shape)."""
         parts = tensor.new_empty(self.mesh.size(axis), *tensor.shape)
         with self.collective("all_gather", axis, parts):
             all_gather_single(parts.flatten(0, 1), tensor.contiguous(), group=self.mesh.group(axis))
         return parts
 
     def reduce_scatter(self, parts: Tensor, axis: str) -> Tensor:
-        """Of (devices, *shape), one part for each device: the sum of all devices' parts for this one."""
-        own, group = torch.empty_like(parts[0]), self.mesh.group(axis)
+        """Return the sum over all devices of this device's part of (devices, *shape)."""
+        total, group = torch.empty_like(parts[0]), self.mesh.group(axis)
         assert group is not None, "there are devices to exchange with"
         with self.collective("reduce_scatter", axis, parts):
-            reduce_scatter(own, parts.flatten(0, 1), group, self.mesh.worker)
-        return own
+            reduce_scatter(total, parts.flatten(0, 1), group, self.mesh.worker)
+        return total
 
     def all_to_all(
         self,
@@ -87,42 +88,42 @@ class Comm:
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Tensor:
-        """Rows go to the devices in order, sent[i] of them to device i, and received[i] come from it; None:
-        as many to each."""
+        """Send sent[i] of the rows to device i, and return received[i] rows from each device i, in order;
+        None: the same number for each device."""
         leaving = rows.contiguous()
-        coming, going = (None if counts is None else list(counts) for counts in (received, sent))
-        arriving = leaving.new_empty(leaving.shape[0] if coming is None else sum(coming), *leaving.shape[1:])
+        inputs, outputs = (None if counts is None else list(counts) for counts in (received, sent))
+        arriving = leaving.new_empty(leaving.shape[0] if inputs is None else sum(inputs), *leaving.shape[1:])
         with self.collective("all_to_all", axis, leaving):
-            dist.all_to_all_single(arriving, leaving, coming, going, group=self.mesh.group(axis))
+            dist.all_to_all_single(arriving, leaving, inputs, outputs, group=self.mesh.group(axis))
         return arriving
 
     def start_exchange(
         self, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int = 0
     ) -> Exchange:
-        """Start sending these to one device of the axis, and receiving the like from another, which may be
-        the same."""
+        """Start sending tensors to device `to` of the axis, and receiving tensors of the same shapes from
+        device `source`."""
         return Exchange(self, tensors, axis, to, source, first_tag)
 
     def send(self, tensor: Tensor, axis: str, to: int) -> None:
-        """Send to one device of the axis, which receives."""
+        """Send a tensor to device `to` of the axis, which must receive it."""
         with self.collective("send", axis, tensor):
             dist.send(tensor.contiguous(), group_dst=to, group=self.mesh.group(axis))
 
     def receive(self, into: Tensor, axis: str, source: int) -> Tensor:
-        """What a device of the axis sends."""
+        """Receive into a tensor what device `source` of the axis sends, and return it."""
         dist.recv(into, group_src=source, group=self.mesh.group(axis))
         return into
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a call that blocks until the peers have come too: on a CPU, its time is exposed
-        communication."""
-        stands_still = (
-            self.device.type == "cpu" and threading.get_ident() == self._thread
-        )  # else others compute meanwhile
-        return self.clock.span(EXPOSED) if stands_still else nullcontext()
+        """Return a context for a call that blocks until the peers make it too: on a CPU, its time counts as
+        exposed communication."""
+        # While another thread waits, or a stream of a GPU, this rank goes on computing.
+        blocks = self.device.type == "cpu" and threading.get_ident() == self._thread
+        return self.clock.span(EXPOSED) if blocks else nullcontext()
 
     def working(self) -> AbstractContextManager[None]:
-        """Around work inside a wait: on a CPU, its time is forward and backward again."""
+        """Return a context for computation inside a wait: on a CPU, its time counts as forward and
+        backward."""
         return self.clock.span("forward_backward") if self.device.type == "cpu" else nullcontext()
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
@@ -132,22 +133,22 @@ class Comm:
 
     @contextmanager
     def collective(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> Iterator[None]:
-        """Around a collective that blocks, which is entered in the ledger: see `begin`."""
+        """Record in the ledger a collective that blocks and runs inside this context: see `begin`."""
         begun = self.begin(kind, axis, full, plain)
         with self.waiting():
             yield
         begun.end()
 
     def begin(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> Collective:
-        """Enter in the ledger one collective that begins now, and whose end whoever waits for it tells.
-        `full` is the whole tensor it handles, `plain` the one that it stands for."""
+        """Record in the ledger a collective that begins now; the caller must call `end` on the result. `full`
+        is the whole tensor that is sent, and `plain` the one that it encodes."""
         before = None if plain is None else plain.numel() * plain.element_size()
         return self.ledger.record(kind, axis, full.numel() * full.element_size(), before)
 
 
 class Exchange:
-    """Tensors on their way to one peer and from another. What is sent must stay as it is until `arrived` has
-    returned."""
+    """Tensors on their way to one peer and from another. Sent tensors must not change before `arrived`
+    returns."""
 
     def __init__(
         self, comm: Comm, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int
@@ -164,11 +165,11 @@ class Exchange:
         self.works = dist.batch_isend_irecv(operations)
 
     def arrived(self) -> list[Tensor]:
-        """Wait; what came."""
+        """Wait for the peer and return the received tensors."""
         with self.comm.waiting():
             for work in self.works:
                 work.wait()
-        for sent in self.begun:  # or earlier: gloo does not tell when a message was through
+        for sent in self.begun:  # perhaps they ended earlier: gloo does not tell when a message was through
             sent.end()
         self.leaving = []
         return self.arriving

@@ -1,13 +1,13 @@
-"""Sums of gradients that go on behind the backward pass, on CPU workers.
+"""Sums of gradients that run in the background of the backward pass, on CPU workers.
 
 FSDP2 uses a sum as soon as its collective has returned: it adds it to the gradients. On a GPU all of that is
-queued on a stream, and backward goes on. On a CPU backward would stand still for every unit. So FSDP2 is
-given -0.0 in place of the sum, which added to a number changes none of its bits, and the sum itself is added
-to the gradients once it is there: the same additions in the same order.
+queued on a stream, and backward goes on. On a CPU, backward would stand still for every unit. So FSDP2 gets
+-0.0 in place of the sum, which added to a number changes none of its bits, and the sum itself is added to the
+gradients when it has arrived: the same additions in the same order.
 
-Each sum that is under way holds a unit's whole gradients, and room for as many that come. No more than `most`
-of them are: enough for a large unit, such as the head, to be sent while blocks are computed. Between
-micro-batches one is, as in FSDP2: sharded gradients stay sharded.
+Each running sum holds a unit's whole gradients, and room for as many that arrive. At most `limit` sums run at
+a time: enough for a large unit, such as the head, to be sent while blocks are computed. Between micro-batches
+one sum may run, as in FSDP2: sharded gradients stay sharded.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardwise.comm.comm import Comm
-from shardwise.comm.ordered_sums import InOrder
+from shardwise.comm.ordered_sums import OrderedSums
 
 NEUTRAL = -0.0
-"""Added to any number, it leaves every bit of it as it is; 0.0 would make 0.0 of -0.0."""
+"""A value that leaves every bit of a number unchanged when added to it; 0.0 would turn -0.0 into 0.0."""
 
 
-class SumsBehind:
-    """Sums under way, in the order they were asked for."""
+class DeferredSums:
+    """The running sums of this rank, oldest first."""
 
-    def __init__(self, comm: Comm, most: int) -> None:
-        self.comm, self.most = comm, most
-        self.queue = InOrder(comm.device)
-        """Makes those that take several collectives."""
-        self._under_way: deque[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = deque()
+    def __init__(self, comm: Comm, limit: int) -> None:
+        self.comm, self.limit = comm, limit
+        self.queue = OrderedSums(comm.device)
+        """Makes the sums that take several collectives."""
+        self._running: deque[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = deque()
 
-    def follow(self, finish: Callable[[], Tensor], use: Callable[[Tensor], None]) -> None:
-        """A sum has begun: `finish` waits for it, and `use` takes it, here or in a later call."""
-        self._under_way.append((finish, use))
-        self.complete(but=self.most)
+    def add(self, finish: Callable[[], Tensor], use: Callable[[Tensor], None]) -> None:
+        """Add a sum that has started: `finish` waits for it, and `use` takes it, now or in a later call."""
+        self._running.append((finish, use))
+        self.complete(leave=self.limit)
 
-    def complete(self, but: int = 0) -> None:
-        """Wait for all of them, but for so many of the last; without these, gradients are complete then."""
-        while len(self._under_way) > but:
-            self._use_first()
-
-    def _use_first(self) -> None:
-        finish, use = self._under_way.popleft()
-        with self.comm.waiting():
-            total = finish()
-        use(total)
+    def complete(self, leave: int = 0) -> None:
+        """Wait for all sums except the last `leave` ones; gradients are complete when none is left."""
+        while len(self._running) > leave:
+            finish, use = self._running.popleft()
+            with self.comm.waiting():
+                total = finish()
+            use(total)
 
 
 @dataclass(frozen=True)
-class UnitBehind:
-    """Of one unit of FSDP2: where its sums go on, and what takes each of them."""
+class DeferredUnitSum:
+    """How the sums of one FSDP2 unit are deferred."""
 
-    all: SumsBehind
+    sums: DeferredSums
+    """Sums of all units."""
     use: Callable[[Tensor], None]
+    """Function that adds a finished sum to the unit's gradients."""

@@ -1,8 +1,8 @@
 """Compression of the gradients that are summed along one axis: which of them, from which step on, and their
 residuals.
 
-Matrices are compressed; vectors and small matrices, which weigh little and matter much, are summed as they
-are.
+Matrices are compressed. Vectors and small matrices have few bytes and matter much, so they are summed
+exactly.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ from shardwise.config.compression import SumCompression
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """What of a model's gradients is compressed, and how."""
+    """Which gradients of a model are compressed, and how."""
 
     how: SumCompression
     seed: int
     dtype: torch.dtype
-    """Of gradients when they are summed."""
+    """Dtype in which gradients are summed."""
     names: frozenset[str]
-    """Of the parameters that are compressed."""
+    """Names of the parameters whose gradients are compressed."""
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """What is summed in place of gradients (optim/onebit.py)."""
+    """Momentum that is summed in place of gradients (optimizers/onebit_adam.py)."""
 
     decay: float
-    of: Callable[[str], Tensor]
-    """This device's piece of a parameter's momentum, the same on all devices that sum it."""
+    piece: Callable[[str], Tensor]
+    """Returns this device's piece of a parameter's momentum, the same on all devices that sum it."""
 
 
 class Compressor:
-    """Sums gradients along one axis, and keeps what compression leaves out of them."""
+    """Sums gradients along one axis, and holds their residuals: what compression has left out so far."""
 
-    def __init__(self, comm: Comm, axis: str, settings: CompressionSettings, apart: bool = False) -> None:
-        """`apart`: sums are made in a thread of their own, while others use the axis."""
-        group = comm.mesh.second_group(axis) if apart else comm.mesh.group(axis)
+    def __init__(self, comm: Comm, axis: str, settings: CompressionSettings, in_thread: bool = False) -> None:
+        """With `in_thread`, a thread makes the sums while others use the axis, so they need a second
+        group."""
+        group = comm.mesh.second_group(axis) if in_thread else comm.mesh.group(axis)
         assert group is not None, "there are devices to exchange with"
         self.comm, self.axis, self.group, self.settings = comm, axis, group, settings
         self.label = comm.mesh.label(axis)
         self.momentum: Momentum | None = None
-        """None: gradients are summed."""
+        """Momentum to sum in place of gradients, or None."""
         self.sums: EncodedSum | LowRankSum
         codec = settings.how.codec
         if isinstance(codec, MatrixCodec):
@@ -63,19 +64,18 @@ class Compressor:
             assert isinstance(codec, RowCodec), "a codec is of rows or of matrices"
             self.sums = EncodedSum(comm, self.label, group, codec, settings.seed)
         self.names: set[str] = set()
-        """Of the parameters whose gradients it compresses."""
+        """Names of the parameters whose gradients this object compresses."""
         self._residuals: dict[str, Tensor] = {}
         self._rows: dict[tuple[str, ...], Rows] = {}
-        """Residuals of what is summed at once, where they were used since they were last asked for."""
+        """Residuals by the names that are summed in one call; `residuals` moves them to `_residuals`."""
 
     @property
-    def begun(self) -> bool:
-        """Whether the warm-up, in which everything is sent as it is, is over; and the step counts."""
-        return self.comm.step > self.settings.how.warmup and not self.comm.only_to_look
+    def active(self) -> bool:
+        """Whether this step compresses: the warm-up is over, and the gradients are used."""
+        return self.comm.step > self.settings.how.warmup and not self.comm.discard_gradients
 
-    def follow(self, name: str, shape: Sequence[int]) -> None:
-        """Before the first step, of each parameter: keep what is left out of its gradients, if they are
-        compressed."""
+    def register(self, name: str, shape: Sequence[int]) -> None:
+        """Make a residual for a parameter before the first step, if its gradients are compressed."""
         if name not in self.settings.names:
             return
         self.names.add(name)
@@ -83,77 +83,89 @@ class Compressor:
             self._residuals[name] = torch.zeros(*shape, dtype=self.settings.dtype, device=self.comm.device)
 
     def residuals(self) -> dict[str, Tensor]:
-        """By parameter, each a tensor of its own: what is written into it is what the next sum adds."""
+        """Return the residual of each parameter; what a caller writes into it is added to the next sum."""
         for names, rows in self._rows.items():
             self._residuals.update(zip(names, (part.clone() for part in rows.parts), strict=True))
         self._rows.clear()
         return self._residuals
 
     def all_reduce(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
-        """Sum each over all devices, in place."""
-        large, small = self._sorted(names)
-        if small:
-            flat = torch.cat([gradients[index].flatten() for index in small]).to(self.settings.dtype)
+        """Sum each gradient over all devices, in place."""
+        compressed, exact = self._split(names)
+        if exact:
+            flat = torch.cat([gradients[index].flatten() for index in exact]).to(self.settings.dtype)
             with self.comm.collective("all_reduce", self.label, flat):
                 dist.all_reduce(flat, group=self.group)
-            for index, total in zip(
-                small, flat.split_with_sizes([gradients[index].numel() for index in small]), strict=True
-            ):
-                gradients[index].copy_(total.view_as(gradients[index]))
-        if large:
-            chosen, parts = [names[index] for index in large], [gradients[index] for index in large]
-            with self._filled(chosen, parts, scattered=False) as rows:
+            _copy_parts(flat, [gradients[index] for index in exact])
+        if compressed:
+            chosen, parts = [names[index] for index in compressed], [gradients[index] for index in compressed]
+            with self._filled_rows(chosen, parts, scattered=False) as rows:
                 self.sums.all_reduce(chosen, rows, parts, self.settings.how.feedback)
 
-    def reduce_scatter(self, names: Sequence[str], pieces: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-        """Of each (devices, *shape), one piece for each device, sum this device's over all devices into `own`
-        (*shape)."""
-        large, small = self._sorted(names)
-        if small:
-            rows = torch.cat([pieces[index].flatten(1) for index in small], dim=1)
+    def reduce_scatter(
+        self, names: Sequence[str], pieces: Sequence[Tensor], totals: Sequence[Tensor]
+    ) -> None:
+        """Sum this device's piece of each (devices, *shape) over all devices into `totals` (*shape)."""
+        compressed, exact = self._split(names)
+        if exact:
+            rows = torch.cat([pieces[index].flatten(1) for index in exact], dim=1)
             total = torch.empty_like(rows[0])
             with self.comm.collective("reduce_scatter", self.label, rows):
                 reduce_scatter(total, rows.flatten(), self.group, self.comm.mesh.worker)
-            for index, part in zip(
-                small, total.split_with_sizes([own[index].numel() for index in small]), strict=True
-            ):
-                own[index].copy_(part.view_as(own[index]))
-        if large:
-            chosen, parts = [names[index] for index in large], [pieces[index] for index in large]
-            with self._filled(chosen, parts, scattered=True) as filled:
-                self.sums.reduce_scatter(
-                    chosen, filled, [own[index] for index in large], self.settings.how.feedback
-                )
+            _copy_parts(total, [totals[index] for index in exact])
+        if compressed:
+            chosen, parts = [names[index] for index in compressed], [pieces[index] for index in compressed]
+            sums = [totals[index] for index in compressed]
+            with self._filled_rows(chosen, parts, scattered=True) as filled:
+                self.sums.reduce_scatter(chosen, filled, sums, self.settings.how.feedback)
 
     @contextmanager
-    def _filled(self, names: Sequence[str], gradients: Sequence[Tensor], scattered: bool) -> Iterator[Rows]:
-        """What is to be sent, gradients and residuals; what is left there is kept. Residuals are kept without
-        the loss scale, which may change from step to step."""
-        if not self.settings.how.feedback:
-            rows = self.sums.rows(gradients, scattered, self.settings.dtype)
-        elif (key := tuple(names)) in self._rows:
-            rows = self._rows[key]
+    def _filled_rows(
+        self, names: Sequence[str], gradients: Sequence[Tensor], scattered: bool
+    ) -> Iterator[Rows]:
+        """Yield rows of gradients plus residuals; what the caller leaves in them is the new residual.
+        Residuals are stored without the loss scale, which may change from step to step."""
+        feedback = self.settings.how.feedback
+        if feedback:
+            rows = self._residual_rows(names, scattered)
         else:
-            rows = self._rows[key] = self.sums.rows(
-                [self._residuals[name] for name in names], scattered, self.settings.dtype
-            )
-            for name, part in zip(names, rows.parts, strict=True):
-                part.copy_(self._residuals.pop(name))
-        scale = self.comm.loss_scale if self.settings.how.feedback else 1.0
+            rows = self.sums.rows(gradients, scattered, self.settings.dtype)
+        scale = self.comm.loss_scale if feedback else 1.0
         if scale != 1.0:
             rows.numbers.mul_(scale)
         for name, part, gradient in zip(names, rows.parts, gradients, strict=True):
-            part.add_(gradient, alpha=1.0 if self.momentum is None else 1 - self.momentum.decay)
-            if self.momentum is not None:
-                own = self.momentum.of(name).to(part.device)
-                part[: len(own)].add_(
-                    own, alpha=self.momentum.decay * self.comm.loss_scale / self.group.size()
-                )
+            self._add(name, gradient, part)
         yield rows
         if scale != 1.0:
             rows.numbers.div_(scale)
 
-    def _sorted(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Indices of those that are compressed, and of the others."""
-        large = [index for index, name in enumerate(names) if name in self.names]
-        return large, [index for index, name in enumerate(names) if name not in self.names]
+    def _residual_rows(self, names: Sequence[str], scattered: bool) -> Rows:
+        """Return the rows that hold the residuals of these parameters, which are summed in one call."""
+        key = tuple(names)
+        if key not in self._rows:
+            residuals = [self._residuals.pop(name) for name in names]
+            rows = self._rows[key] = self.sums.rows(residuals, scattered, self.settings.dtype)
+            for residual, part in zip(residuals, rows.parts, strict=True):
+                part.copy_(residual)
+        return self._rows[key]
+
+    def _add(self, name: str, gradient: Tensor, part: Tensor) -> None:
+        """Add a gradient to its part of the rows, or the momentum that this gradient leads to."""
+        if self.momentum is None:
+            part.add_(gradient)
+            return
+        part.add_(gradient, alpha=1 - self.momentum.decay)
+        before = self.momentum.piece(name).to(part.device)
+        factor = self.momentum.decay * self.comm.loss_scale / self.group.size()
+        part[: len(before)].add_(before, alpha=factor)
+
+    def _split(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Return the indices of compressed parameters, and of the others."""
+        compressed = [index for index, name in enumerate(names) if name in self.names]
+        return compressed, [index for index, name in enumerate(names) if name not in self.names]
+
+
+def _copy_parts(flat: Tensor, into: Sequence[Tensor]) -> None:
+    """Copy consecutive parts of a flat tensor into these tensors."""
+    for part, tensor in zip(flat.split_with_sizes([each.numel() for each in into]), into, strict=True):
+        tensor.copy_(part.view_as(tensor))

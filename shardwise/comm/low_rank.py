@@ -5,13 +5,13 @@ power iteration is
 
     P = M Q, its columns made orthonormal;  Q = Mᵀ P;  M ≈ P Qᵀ
 
-Both products are linear in M, so devices sum the factors of their own matrices, 4 rank (rows + columns)
-bytes, and all arrive at the same approximation of the sum. What it leaves out of each device's own part stays
-there as residual: the n residuals add up to what the approximation leaves out of the sum.
+Both products are linear in M, so devices sum the factors of their local matrices, 4 rank (rows + columns)
+bytes, and all get the same approximation of the sum. What it leaves out of each device's matrix is that
+device's residual: the n residuals add up to what the approximation leaves out of the sum.
 
 torch has PowerSGD as a hook of DistributedDataParallel. It sums inside callbacks of other sums, which never
-finishes on gloo with more than one bucket, and does not know sharded gradients; here sums are made in order,
-and a caller may keep some rows only.
+finishes on gloo with more than one bucket, and it does not support sharded gradients. Here sums are made in
+order, and a caller may ask for some rows only.
 """
 
 from __future__ import annotations
@@ -28,71 +28,62 @@ from shardwise.comm.compressed_sums import Rows
 
 
 class LowRankSum:
-    """Sums of matrices along one axis, as products of this rank."""
+    """Sums matrices along one axis, approximated by matrices of a low rank."""
 
     def __init__(
         self, comm: Comm, axis: str, group: dist.ProcessGroup, rank: int, seed: int, dtype: torch.dtype
     ) -> None:
-        self.comm, self.axis, self.group, self.rank, self.seed, self.dtype = (
-            comm,
-            axis,
-            group,
-            rank,
-            seed,
-            dtype,
-        )
+        self.comm, self.axis, self.group = comm, axis, group
+        self.rank, self.seed, self.dtype = rank, seed, dtype
         self.factors: dict[str, Tensor] = {}
-        """Of each matrix, Q: (columns, rank), the same on all devices, from step to step."""
+        """Q of each matrix, (columns, rank): the same on all devices, updated in every step."""
 
     def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> Rows:
-        """Zeros for what is added up and for what is left out of it: each matrix by itself."""
+        """Return zeros for the numbers to be summed and their residuals, each matrix by itself."""
         numbers = tensors[0].new_zeros(sum(tensor.numel() for tensor in tensors), dtype=dtype)
-        return Rows(
-            numbers,
-            Rows.of(numbers.unsqueeze(0), [tensor.shape for tensor in tensors], scattered=False).parts,
-        )
+        shapes = [tensor.shape for tensor in tensors]
+        return Rows(numbers, Rows.of(numbers.unsqueeze(0), shapes, scattered=False).parts)
 
-    def all_reduce(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], take: bool) -> None:
-        """Sum each over all devices into `totals`. To `take` leaves in the rows what was left out."""
-        for total, (left, right) in zip(totals, self._factors(names, rows, take), strict=True):
+    def all_reduce(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], feedback: bool) -> None:
+        """Sum each matrix over all devices into `totals`; `feedback` leaves the residuals in the rows."""
+        for total, (left, right) in zip(totals, self._factors(names, rows, feedback), strict=True):
             _multiply(left, right, total)
 
-    def reduce_scatter(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], take: bool) -> None:
-        """Of each (devices, rows, ...), a piece for each device, sum this device's over all devices into
-        `totals` (rows, ...)."""
+    def reduce_scatter(
+        self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], feedback: bool
+    ) -> None:
+        """Sum this device's piece of each (devices, rows, ...) over all devices into `totals` (rows, ...)."""
         here = self.group.rank()
-        for total, (left, right) in zip(totals, self._factors(names, rows, take), strict=True):
+        for total, (left, right) in zip(totals, self._factors(names, rows, feedback), strict=True):
             _multiply(left.chunk(self.group.size())[here], right, total)
 
-    def _factors(self, names: Sequence[str], rows: Rows, take: bool) -> list[tuple[Tensor, Tensor]]:
-        """Of each sum over all devices, what it is approximately the product of: (rows, rank) and (columns,
-        rank)."""
+    def _factors(self, names: Sequence[str], rows: Rows, feedback: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return P (rows, rank) and Q (columns, rank) of each sum over all devices."""
         matrices = [_matrix(tensor) for tensor in rows.parts]
-        before = [
-            self.factor(name, matrix.shape[1], matrix.device)
-            for name, matrix in zip(names, matrices, strict=True)
-        ]
-        left = self._summed(
-            [matrix @ factor for matrix, factor in zip(matrices, before, strict=True)], rows.numbers
-        )
-        left = [_orthonormal(factor) for factor in left]
-        # (Pᵀ M)ᵀ is Mᵀ P in half the time on a CPU: rows of M lie one after the other.
-        right = self._summed(
-            [(factor.T @ matrix).T for matrix, factor in zip(matrices, left, strict=True)], rows.numbers[:0]
-        )
-        for matrix, factor, across, columns in zip(matrices, before, left, right, strict=True):
-            finite = bool(columns.isfinite().all())  # else the step is skipped, on all devices
-            if finite:
-                factor.copy_(columns)
-            if take and finite:
-                matrix.addmm_(across, columns.T, alpha=-1 / self.group.size())
-            elif take:
-                matrix.nan_to_num_(0.0, 0.0, 0.0)
+        named = list(zip(names, matrices, strict=True))
+        before = [self.factor(name, matrix.shape[1], matrix.device) for name, matrix in named]
+        products = [matrix @ factor for matrix, factor in zip(matrices, before, strict=True)]
+        left = [_orthonormal(factor) for factor in self._sum(products, rows.numbers)]
+        # (Pᵀ M)ᵀ is Mᵀ P in half the time on a CPU, because rows of M are contiguous.
+        products = [(factor.T @ matrix).T for matrix, factor in zip(matrices, left, strict=True)]
+        right = self._sum(products, rows.numbers[:0])
+        for matrix, factor, p, q in zip(matrices, before, left, right, strict=True):
+            self._update(matrix, factor, p, q, feedback)
         return list(zip(left, right, strict=True))
 
-    def _summed(self, factors: Sequence[Tensor], plain: Tensor) -> list[Tensor]:
-        """Each summed over all devices. Both sums together stand for one of the matrices, which the first one
-        answers for."""
+    def _update(self, matrix: Tensor, factor: Tensor, p: Tensor, q: Tensor, feedback: bool) -> None:
+        """Store Q for the next step, and leave this device's residual in the matrix."""
+        finite = bool(q.isfinite().all())  # otherwise the step is skipped, on all devices
+        if finite:
+            factor.copy_(q)
+        if feedback and finite:
+            matrix.addmm_(p, q.T, alpha=-1 / self.group.size())
+        elif feedback:
+            matrix.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _sum(self, factors: Sequence[Tensor], plain: Tensor) -> list[Tensor]:
+        """Return the sum of each factor over all devices. The ledger counts the plain bytes of the matrices
+        once, with the sum of P."""
         flat = torch.cat([factor.flatten() for factor in factors])
         with self.comm.collective("all_reduce", self.axis, flat, plain):
             dist.all_reduce(flat, group=self.group)
@@ -100,7 +91,7 @@ class LowRankSum:
         return [part.view_as(factor) for part, factor in zip(parts, factors, strict=True)]
 
     def factor(self, name: str, columns: int, device: torch.device) -> Tensor:
-        """Of a matrix, Q of the step before; in the first step, what it begins with: the same on every device
+        """Return Q of a matrix from the step before, or its random start, which is the same on every device
         and layout."""
         if name not in self.factors:
             digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
@@ -111,8 +102,8 @@ class LowRankSum:
 
 
 def _orthonormal(factor: Tensor) -> Tensor:
-    """Columns of length 1 at right angles; zeros, of a matrix of zeros, are as good as any. Of fewer rows
-    than columns all directions are taken, and the columns left over are zeros."""
+    """Return an orthonormal basis of the columns. With fewer rows than columns, the remaining columns are
+    zeros."""
     if not factor.isfinite().all():
         return factor
     directions = torch.linalg.qr(factor).Q
@@ -120,7 +111,7 @@ def _orthonormal(factor: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
-    """(rows, rank) by (columns, rank), transposed."""
+    """Write P Qᵀ, from (rows, rank) and (columns, rank), into a tensor."""
     if into.dtype == left.dtype:
         torch.mm(left, right.T, out=_matrix(into))
     else:
@@ -128,5 +119,5 @@ def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """As (rows, columns), a view: the last dim are the columns."""
+    """Return a view as (rows, columns): the last dim becomes the columns."""
     return tensor.view(-1, tensor.shape[-1])

@@ -1,10 +1,8 @@
-"""Sums that take several collectives, made behind the backward pass, one after the other in the order they
-were asked for.
+"""Sums that take several collectives, made in the background of the backward pass, in the order of requests.
 
 Devices must issue the collectives of a group in one order. Continuing a sum from a callback of its first
-collective does not keep to that: callbacks come when they come, and gloo then waits forever. So on a CPU one
-thread makes all of them, each from beginning to end; on a GPU they are queued on a stream of their own, which
-keeps their order too.
+collective breaks that order, because callbacks run at any time, and gloo then waits forever. So on a CPU one
+thread makes all of them, each from beginning to end. On a GPU a stream of their own keeps their order too.
 """
 
 from __future__ import annotations
@@ -19,22 +17,21 @@ from torch import Tensor
 from torch.futures import Future
 
 Sum = Callable[[], Tensor]
-Waiting = queue.SimpleQueue[tuple[Sum, Future[Tensor]] | None]
+Requests = queue.SimpleQueue[tuple[Sum, Future[Tensor]] | None]
 
 
-class InOrder:
-    """Runs one sum after the other, behind whoever asks for them."""
+class OrderedSums:
+    """Makes one sum after the other in the background."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._waiting: Waiting = queue.SimpleQueue()
+        self._requests: Requests = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._waiting.put, None)
+        weakref.finalize(self, self._requests.put, None)
 
     def run(self, make: Sum) -> Future[Tensor]:
-        """Make a sum after all that were asked for before; a failure is raised where its future is waited
-        for."""
+        """Make a sum after all earlier ones; waiting for the returned future raises what went wrong."""
         if self._stream is not None:
             future: Future[Tensor] = Future(devices=[self.device])
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -42,22 +39,20 @@ class InOrder:
                 future.set_result(make())
             return future
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_work, args=(self._waiting,), name="compressed sums", daemon=True
-            )
+            name = "compressed sums"
+            self._thread = threading.Thread(target=_work, args=(self._requests,), name=name, daemon=True)
             self._thread.start()
         future = Future()
-        self._waiting.put((make, future))
+        self._requests.put((make, future))
         return future
 
 
-def _work(waiting: Waiting) -> None:
-    """Until whoever asks is gone. Between two sums nothing is held of the last, through which a whole model
-    may hang on it."""
-    while (asked := waiting.get()) is not None:
-        make, future = asked
+def _work(requests: Requests) -> None:
+    """Make sums until the `OrderedSums` object is gone."""
+    while (request := requests.get()) is not None:
+        make, future = request
         try:
             future.set_result(make())
         except BaseException as error:
             future.set_exception(error)  # type: ignore[arg-type]
-        del asked, make, future
+        del request, make, future  # the last sum may refer to a whole model, which could not be freed

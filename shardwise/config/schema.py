@@ -194,10 +194,10 @@ class Checkpoint(Section):
     keep_every: NonNegative = Field(
         0, description="also keep each checkpoint whose step is a multiple of this number; 0: none"
     )
-    attempts: NonNegative = Field(
+    max_failed_saves: NonNegative = Field(
         10,
-        description="saves in a row that fail (a full disk) after which the run stops and says why; 0: it "
-        "goes on without",
+        description="failed saves in a row (a full disk, say) after which the run stops and says why; 0: it "
+        "never stops for them",
     )
     background: bool = Field(
         True,
@@ -227,8 +227,8 @@ class Checkpoint(Section):
 class Recovery(Section):
     """What to do when workers fail. The options --min-workers and --max-workers decide who may join."""
 
-    attempts: Positive = Field(
-        3, description="failures at one and the same step after which the run stops and says why"
+    step_attempts: Positive = Field(
+        3, description="failures of the same step in a row after which the run stops and says why"
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None,

@@ -49,7 +49,7 @@ from shardwise.cost.space import (
 from shardwise.cost.stage_blocks import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import wide
-from shardwise.plan.engine import CONCURRENT_SUMS, Engine, engine_of
+from shardwise.plan.engine import MAX_DEFERRED_SUMS, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers
 from shardwise.plan.slices import Part, Parts, parts_of, with_peers
@@ -296,7 +296,7 @@ def _units(
     reducing = (gradient + weight) * largest
     if cluster.device_type == "cpu":
         reducing = reducing + gradient * (
-            largest + 2 * np.minimum(CONCURRENT_SUMS, held.cut.first) * held.block
+            largest + 2 * np.minimum(MAX_DEFERRED_SUMS, held.cut.first) * held.block
         )
     return gathered, np.where(engine.zero >= 2, reducing, 0.0)
 

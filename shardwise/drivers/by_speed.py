@@ -49,9 +49,9 @@ class RowsBySpeedRank(RankDriver):
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         """Return gradients of this rank's rows, whose number follows its speed."""
-        from shardwise.train.sources import OwnRows
+        from shardwise.train.sources import RankRows
 
-        return OwnRows(training, by_speed=True)
+        return RankRows(training, by_speed=True)
 
     def rows(self, training: Training) -> str:
         """Return in words that the rank's rows change from step to step."""

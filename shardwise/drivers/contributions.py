@@ -31,7 +31,7 @@ from shardwise.errors import UserError
 from shardwise.mesh import open_team_store
 from shardwise.mesh.sockets import address_towards
 from shardwise.optim import local
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.resilience.channel import Credentials
 from shardwise.train.build import Training
 from shardwise.train.sources import Drawn
@@ -60,7 +60,7 @@ class Contributions:
         self._settings = server_settings(config)
         self.parameters = dict(training.parallel.named_parameters(once=True))
         dtype = next(iter(self.parameters.values())).dtype
-        slices = {name: held(parameter) for name, parameter in self.parameters.items()}
+        slices = {name: local_slices(parameter) for name, parameter in self.parameters.items()}
         self.store = GradientStore(slices, dtype, self._settings.codec)
         self.rows = config.train.global_batch // portions(config)
         work = Portions(
@@ -117,7 +117,7 @@ class Contributions:
         if self.scheduler is not None and self._update is not None:
             self.scheduler.made(self._update)
             state = self.scheduler.state()
-        _, after, missing = self.training.peers.from_rank(astuple(state), 0)
+        _, after, missing = self.training.peers.broadcast(astuple(state), 0)
         self.training.sequences = after * self.rows
         self.training.missing = tuple(
             range(portion * self.rows, (portion + 1) * self.rows) for portion in missing
@@ -150,10 +150,10 @@ class Contributions:
     def _next_update(self) -> Update | None:
         while True:
             update = self.scheduler.due(TURN_SECONDS) if self.scheduler is not None else None
-            told = self.training.peers.from_rank([_told(update), self._stop_asked()], 0)
-            if told[0] is not None:
-                return update or _heard(told[0])
-            if told[1]:
+            told, stop = self.training.peers.broadcast((_told(update), self._stop_asked()), 0)
+            if told is not None:
+                return update or _heard(told)
+            if stop:
                 return None
             self._waiting()
 

@@ -144,8 +144,8 @@ class HogwildRank(RankDriver):
 
     def begin(self, training: Training) -> None:
         """Wait until all workers have the first weights."""
-        training.peers.from_everyone("has weights")  # nobody changes them before that
+        training.peers.all_gather("has weights")  # nobody changes them before that
 
     def saved(self, training: Training) -> None:
         """Wait until all workers have copied their state."""
-        training.peers.from_everyone("has its copy")  # nobody writes before that
+        training.peers.all_gather("has its copy")  # nobody writes before that

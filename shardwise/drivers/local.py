@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from shardwise.config import Config, Layout, Recovery, Train
     from shardwise.drivers.outer_optimizer import OuterOptimizer
     from shardwise.plan import Plan
+    from shardwise.search.planner import Planner
     from shardwise.train.build import Training
-    from shardwise.train.planner import Planner
 
 
 class LocalSettings(Section):

@@ -24,7 +24,7 @@ from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.sources import (
     Drawn,
-    OwnRows,
+    RankRows,
     Updates,
     at_least_some,
     count_items,
@@ -34,7 +34,7 @@ from shardwise.train.sources import (
 from shardwise.train.steps import divisor, gradient_norm
 
 
-class LockFree(OwnRows):
+class LockFree(RankRows):
     """Makes the updates of a step itself; other sources give a gradient for one update."""
 
     def __init__(self, training: Training, shared: SharedState, takes_lock: bool) -> None:

@@ -29,7 +29,7 @@ from shardwise.checkpoint.save import State
 from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.codecs import parse_row_codec
 from shardwise.comm import Comm
-from shardwise.comm.async_sum import SumUnderWay
+from shardwise.comm.async_sum import AsyncSum
 from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 
@@ -72,7 +72,7 @@ class Exchange:
     """The parameters of the whole model that are exchanged; a pipeline stage holds some of them."""
     own_difference: Tensor
     """The anchor less this group's weights, when the exchange began; flat, of what this rank holds."""
-    sum: SumUnderWay
+    sum: AsyncSum
     """The sum of the groups' differences."""
     groups: int
     """Number of groups whose differences are in the sum."""
@@ -180,7 +180,7 @@ class OuterOptimizer:
         here = self._here(under_way)
         own = [local(state[_own_key(name, group)]).reshape(-1) for name in here]
         mean = [local(state[_mean_key(name)]).reshape(-1) for name in here]
-        arrived = SumUnderWay(self.comm, AXIS, None, mean, None, seed=0, behind=False)
+        arrived = AsyncSum(self.comm, AXIS, None, mean, None, seed=0, in_thread=False)
         self.exchange = (
             Exchange(under_way, self._flat(own), arrived, groups=1, in_background=True) if under_way else None
         )
@@ -212,7 +212,7 @@ class OuterOptimizer:
         in_background = self.settings.overlap > 0 and step != self.last
         here = self._here(names)
         differences = [(local(self.anchors[name]) - local(self.copies[name][0])).reshape(-1) for name in here]
-        under_way = SumUnderWay(
+        under_way = AsyncSum(
             self.comm, AXIS, self._apart, differences, self._codec, step, in_background, self._same_on
         )
         return Exchange(names, self._flat(differences), under_way, self.groups, in_background)

@@ -95,7 +95,7 @@ class Replay(Contributions):
         self._put(weights)
         batch = batch_of(training, portion, self.rows)
         loss = summed_loss(training, batch)
-        gradient = self.store.room()
+        gradient = self.store.new_buffer()
         torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters.values()], out=gradient)
         self._put(self.weights)
         self.store.put((worker, portion), gradient)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardwise.optimizers import Optimizer
     from shardwise.plan import Plan
     from shardwise.resilience.worker_link import WorkerLink
+    from shardwise.search.planner import Planner
     from shardwise.train.build import Training
-    from shardwise.train.planner import Planner
     from shardwise.train.sources import Source
 
 

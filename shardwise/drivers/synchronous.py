@@ -32,6 +32,6 @@ class OwnRowsRank(RankDriver):
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         """Return gradients of this rank's own rows."""
-        from shardwise.train.sources import OwnRows
+        from shardwise.train.sources import RankRows
 
-        return OwnRows(training)
+        return RankRows(training)

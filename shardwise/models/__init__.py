@@ -1,28 +1,30 @@
-"""Plain full-size modules: the transformer, its loss, its first values, sampling from it. No
-`torch.distributed`."""
+"""The transformer as a plain module of full size, its loss, its initial values, and sampling from it.
+
+Nothing here uses `torch.distributed`.
+"""
 
 from shardwise.models.attention import attention_backends, describe_attention
 from shardwise.models.experts import MixtureOfExperts
-from shardwise.models.generate import Remembering, Step, continuation, generate
+from shardwise.models.generate import CachedStep, Step, continuation, generate
 from shardwise.models.initialise import (
-    begins_otherwise,
     check_first_value,
     check_values,
     initial_value,
     initialise,
+    replaces_constructor_value,
 )
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
 from shardwise.models.unallocated import lost_values, weights_without_memory
-from shardwise.models.user_module import adapt, build_own, count_items, counts_items
+from shardwise.models.user_module import adapt, build_user_module, count_items, counts_items
 
 __all__ = [
     "IGNORED",
     "Block",
+    "CachedStep",
     "Head",
     "MixtureOfExperts",
-    "Remembering",
     "Role",
     "Sharding",
     "Step",
@@ -30,8 +32,7 @@ __all__ = [
     "VocabularyPart",
     "adapt",
     "attention_backends",
-    "begins_otherwise",
-    "build_own",
+    "build_user_module",
     "check_first_value",
     "check_values",
     "continuation",
@@ -44,5 +45,6 @@ __all__ = [
     "linear_cross_entropy",
     "lost_values",
     "matches",
+    "replaces_constructor_value",
     "weights_without_memory",
 ]

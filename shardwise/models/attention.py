@@ -9,12 +9,12 @@ at head size 64, yet torch prefers flash. So the caller enters `attention_backen
 forward, which sets our order of preference; torch takes the first that supports the call.
 `describe_attention` tells which one that is.
 
-Gemma 2 keeps scores within ± a cap by cap · tanh(score / cap), which none of these kernels does: such
-attention is written out, and holds sequence² scores for each head.
+Gemma 2 keeps scores within ± a cap by cap · tanh(score / cap), which none of these kernels does. Such
+attention is written as plain products, and holds sequence² scores for each head.
 
-With a mask the flash kernel drops out (it takes none). A mask of documents has sequence² bytes for each row
-of the batch, one of a sliding window (Jiang et al., "Mistral 7B", 2023) as many for all of them; kernels then
-compute the whole square of scores.
+The flash kernel takes no mask, so it cannot be used with one. A mask of documents has sequence² bytes for
+each row of the batch; a mask of a sliding window (Jiang et al., "Mistral 7B", 2023) has sequence² bytes in
+all. With a mask, kernels compute the whole square of scores.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PREFERENCE = {
     ),
     "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
 }
+"""Attention kernels of each type of device, the preferred one first."""
 
 
 class CausalAttention(nn.Module):
-    """softmax(q kᵀ / sqrt(head_dim)) v, over this token and those before it. No weights: only the mixing of
-    tokens.
+    """softmax(q kᵀ / sqrt(head_dim)) v, over each token and those before it. It has no weights.
 
-    The mask says which tokens those are. `window` is for whoever makes masks of its own, because it has the
-    whole sequence only here: parallel/context.py. With a `softcap`, scores are kept within ± it.
+    The mask says which tokens are seen. `window` is for context parallelism (parallel/context.py), which
+    makes its masks here, where it has the whole sequence. With a `softcap`, scores stay within ± it.
     """
 
     def __init__(self, window: int | None = None, softcap: float | None = None) -> None:
@@ -57,27 +57,30 @@ class CausalAttention(nn.Module):
         self.window, self.softcap = window, softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Each (batch, heads, sequence, head_dim), keys and values with fewer heads or as many; the result as
-        the query."""
-        return attend_to(query, key, value, mask, self.softcap)
+        """Return the mixed values, of the query's shape.
+
+        Each input is (batch, heads, sequence, head_dim); keys and values may have fewer heads.
+        """
+        return masked_attention(query, key, value, mask, self.softcap)
 
 
-def attend_to(
+def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None = None
 ) -> Tensor:
-    """Attention to where the mask is True; None: to this token and all before it."""
+    """Return attention to the keys where the mask is True; without a mask, causal attention."""
     if softcap is not None:
-        return _capped(query, key, value, mask, softcap)
+        return _capped_attention(query, key, value, mask, softcap)
     grouped = key.shape[1] < query.shape[1]
-    if (
-        grouped and query.is_cuda and query.dtype == torch.float32
-    ):  # no fused GPU kernel shares heads in float32
+    if grouped and query.is_cuda and query.dtype == torch.float32:
+        # No fused GPU kernel shares heads in float32.
         repeats = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     return attention(query, key, value, mask, grouped)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float
+) -> Tensor:
     repeats, length = query.shape[1] // key.shape[1], query.shape[2]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -90,27 +93,33 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, soft
 
 
 class AttentionMask(nn.Module):
-    """What a token may look at: back within its own document, and no further than the window."""
+    """Makes the mask of what a token sees: its own document up to itself, and no further than the window."""
 
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window = window
 
     def forward(self, documents: Tensor | None, positions: Tensor) -> Tensor | None:
-        """From where documents begin (batch, sequence), or None where there is one, and positions
-        (sequence)."""
-        return visible(documents, positions, self.window)
+        """Return the mask, or None where causal attention needs none.
+
+        `documents` (batch, sequence) says where the document of each token begins; None: there is only one.
+        `positions` are (sequence).
+        """
+        return visibility_mask(documents, positions, self.window)
 
 
-def visible(documents: Tensor | None, positions: Tensor, window: int | None) -> Tensor | None:
-    """True where a token may look: (batch or 1, 1 for all heads, sequence, sequence). None: at all before
-    it."""
+def visibility_mask(documents: Tensor | None, positions: Tensor, window: int | None) -> Tensor | None:
+    """Return a mask that is True where a token sees another: (batch or 1, 1 for all heads, sequence,
+    sequence).
+
+    It is None where every token sees all tokens before it.
+    """
     if window is not None and window >= positions.shape[0]:
         window = None
     if documents is None and window is None:
         return None
-    back = positions[:, None] - positions[None, :]  # how far, (sequence, sequence)
-    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+    distance = positions[:, None] - positions[None, :]  # (sequence, sequence)
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if documents is None:
         return seen[None, None]
     same = documents[:, :, None] == documents[:, None, :]  # (batch, sequence, sequence)
@@ -118,7 +127,8 @@ def visible(documents: Tensor | None, positions: Tensor, window: int | None) -> 
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from the stream; tokens mixed; the result projected back."""
+    """The attention layer of a block: projections to queries, keys and values, attention, and a projection
+    back to the residual stream."""
 
     def __init__(self, config: Model, window: int | None = None) -> None:
         super().__init__()
@@ -133,13 +143,14 @@ class Attention(nn.Module):
         )
         self.key_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.mixing = CausalAttention(window, config.attention_softcap)
-        # Kernels divide scores by sqrt(head_dim); what else there is to divide by is put into the queries.
+        # Kernels divide scores by sqrt(head_dim). Where a model divides by another number, queries make up
+        # for the difference.
         self.query_factor = (
             1.0 if config.query_scalar is None else math.sqrt(config.head_dim / config.query_scalar)
         )
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
-        """(batch, sequence, hidden) to the same; how many heads there are is read from the weights."""
+        """Return (batch, sequence, hidden) from the same shape. The weights tell how many heads there are."""
         query, key = self.query_norm(self._heads(self.query(x))), self.key_norm(self._heads(self.key(x)))
         value = self._heads(self.value(x))  # each (batch, sequence, heads, head_dim)
         if angles is not None:
@@ -156,8 +167,8 @@ class Attention(nn.Module):
 
 @contextmanager
 def attention_backends(device_type: str) -> Iterator[None]:
-    """Our order of attention kernels while the model's forward runs; the backward follows its forward by
-    itself."""
+    """Inside this context, torch chooses attention kernels in our order. Backward uses its forward's
+    kernel."""
     with sdpa_kernel(list(PREFERENCE.get(device_type, (SDPBackend.MATH,))), set_priority=True):
         yield
 
@@ -165,7 +176,7 @@ def attention_backends(device_type: str) -> Iterator[None]:
 def describe_attention(
     config: Model, device_type: str, dtype: torch.dtype, sequence_length: int, *, masked: bool = False
 ) -> str:
-    """The kernel that attention will really use here, in words."""
+    """Return the name of the kernel that attention will use on this device."""
     if config.attention_softcap is not None:
         return "written out, with capped scores (slow)"
     if device_type == "cpu":
@@ -178,11 +189,8 @@ def describe_attention(
             return "cuDNN"
         if torch.backends.cuda.can_use_flash_attention(parameters):
             return "flash"
-        return (
-            "memory-efficient"
-            if torch.backends.cuda.can_use_efficient_attention(parameters)
-            else "math (slow)"
-        )
+        efficient = torch.backends.cuda.can_use_efficient_attention(parameters)
+        return "memory-efficient" if efficient else "math (slow)"
 
 
 def _example_call(

@@ -1,76 +1,76 @@
-"""A mixture of experts: many feed-forward layers, of which each token visits a few (Shazeer et al. 2017).
+"""A mixture of experts: many feed-forward layers, of which each token uses a few (Shazeer et al. 2017).
 
     scores  = softmax or sigmoid of the router's logits          (tokens, experts)
     chosen  = the experts_per_token best, of scores + bias
     y       = sum over the chosen of weight · expert(x)  (+ shared(x))
 
-Parameters grow with the number of experts, arithmetic only with how many of them a token visits. No token is
-ever dropped: the rows are sorted by expert and each expert takes as many as it gets, by one grouped matmul on
-a GPU in bfloat16, else by a loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts'
-arithmetic that costs a copy of tokens × experts_per_token rows and a sum over them, and as much in backward.
-Sorting and unsorting are gathers by a permutation in both directions (models/sorting.py), so no sum depends
-on the order in which threads arrive. In float8 (models/float8_grouped.py) tokens are cast before they are
-copied, and the copies have 8 bits.
+Parameters grow with the number of experts, arithmetic only with the number of experts that a token uses. No
+token is ever dropped: the rows are sorted by expert and each expert takes all rows that chose it, by one
+grouped matmul on a GPU in bfloat16, else by a loop over the experts (Gale et al. 2022, MegaBlocks). Beside
+the experts' arithmetic that costs a copy of tokens × experts_per_token rows and a sum over them, and the same
+in backward. Sorting and unsorting are gathers by a permutation in both directions (models/sorting.py), so no
+sum depends on the order in which threads arrive. In float8 (models/float8_grouped.py) tokens are cast before
+they are copied, and the copies have 8 bits.
 
-The router computes in float32 or better whatever flows through the model, with weights that no layout rounds
-(parallel/data.py): a rounded score would send tokens elsewhere.
+The router computes in float32 or better whatever the dtype of the activations, with weights that no layout
+rounds (parallel/data.py): a rounded score would send tokens to other experts.
 
-Left alone, a router comes to prefer few experts. Three remedies, which may be mixed:
+Without a remedy, a router learns to prefer few experts. There are three remedies, which can be combined:
 
 - `balance_loss` (Switch, Fedus et al. 2021; per sequence as in DeepSeek-V3, 2024): experts · Σ f_i P_i, where
   f_i is the share of a sequence's choices that fell on expert i and P_i its mean normalised score. It is 1
   when even. Because it is taken per sequence, it does not depend on how sequences are dealt out to
   micro-batches and devices.
-- `balance_bias` (Wang et al. 2024): a bias beside the score decides who is chosen but not with what weight;
-  after each step it moves by a fixed amount towards those with less than the mean load. No gradient, so no
-  pull on the model.
-- `router_z_loss` (ST-MoE, Zoph et al. 2022): Σ logsumexp(logits)², which keeps the logits where rounding is
-  fine.
+- `balance_bias` (Wang et al. 2024): a bias is added to the score for the choice of experts, but not for their
+  weights; after each step it moves by a fixed amount towards experts with less than the mean load. It has no
+  gradient, so it does not change what the model learns.
+- `router_z_loss` (ST-MoE, Zoph et al. 2022): Σ logsumexp(logits)², which keeps the logits small, where
+  rounding errors are small.
 
-Both losses are sums over tokens, as the cross-entropy is, and are attached rather than returned: the output
-passes through a node that does nothing forward and starts the loss's own gradient backward. So a pipeline
-stage that never sees the head still trains its routers, and no code between here and the head carries a loss
-along.
+Both losses are sums over tokens, as the cross-entropy is. They are attached to the output instead of
+returned: the output passes through a node whose forward does nothing and whose backward starts the gradient
+of the loss. So a pipeline stage without the head still trains its routers, and no code between here and the
+head has to pass a loss on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise._torch import inside_backward
+from shardwise._torch import AutogradContext, inside_backward
 from shardwise.config.model import Model
 from shardwise.models.float8_grouped import GroupedProducts
 from shardwise.models.layers import GatedFeedForward
 from shardwise.models.products import linear
-from shardwise.models.sorting import Sorting, inverse, mix, permute
+from shardwise.models.sorting import Sorting, inverse_permutation, permute, weighted_sum
 from shardwise.models.torch_dtypes import wide
 from shardwise.models.unallocated import ExactBuffers
 
-ALIGNED = 16
-"""Bytes to which the grouped matmul wants every row aligned."""
+ALIGNMENT_BYTES = 16
+"""Alignment of rows in bytes that the grouped matmul needs."""
 
 
 class Routing(NamedTuple):
-    """Where tokens go. Logits and scores are float32 or better."""
+    """The experts of each token. Logits and shares are float32 or better."""
 
     experts: Tensor
-    """(tokens, experts_per_token), the best first."""
+    """Chosen experts, the best first: (tokens, experts_per_token)."""
     weights: Tensor
-    """(tokens, experts_per_token), what each chosen expert's output is multiplied by."""
+    """Factors for the outputs of the chosen experts: (tokens, experts_per_token)."""
     logits: Tensor
-    """(tokens, experts)."""
+    """Outputs of the router's linear layer: (tokens, experts)."""
     shares: Tensor
-    """(tokens, experts): scores that sum to 1 over the experts."""
+    """Scores that sum to 1 over the experts: (tokens, experts)."""
 
 
 class Router(ExactBuffers):
-    """Scores every expert for every token and chooses the best. Its bias is kept in float32, which a cast
-    would round."""
+    """Scores every expert for every token and chooses the best. Its bias stays in float32 whatever the model
+    is cast to."""
 
     bias: Tensor | None
 
@@ -84,7 +84,7 @@ class Router(ExactBuffers):
         )
 
     def forward(self, x: Tensor) -> Routing:
-        """Of rows (tokens, hidden)."""
+        """Return the routing of rows (tokens, hidden)."""
         config, dtype = self.config, wide(x.dtype)
         logits = F.linear(x.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
@@ -98,69 +98,69 @@ class Router(ExactBuffers):
 
 
 def _positive_sum(scores: Tensor) -> Tensor:
-    """Sum over the last dim, kept off zero: sigmoids can all vanish."""
+    """Return the sum over the last dim, never exactly zero: all sigmoids may be zero."""
     return scores.sum(-1, keepdim=True) + 1e-20
 
 
 class Experts(nn.Module):
-    """SwiGLU layers stacked in the first dim of three weights. How many there are is read from the weights: a
-    device may hold some of them only."""
+    """SwiGLU layers, stacked in the first dim of three weights. A device may hold only some of the layers;
+    the weights tell how many."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.gate = _weight(config.experts, config.expert_width, config.hidden)
         self.up = _weight(config.experts, config.expert_width, config.hidden)
         self.down = _weight(config.experts, config.hidden, config.expert_width)
-
         self.float8: GroupedProducts | None = None
-        """Which of its products are made in 8 bits, and how."""
+        """Products that are made in 8 bits; None: none of them."""
 
     def forward(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
-        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the
-        sorted rows after their expert."""
+        """Return the experts' outputs of rows (n, hidden), sorted by expert.
+
+        The rows are sorted already, or by `sorting`; expert i takes counts[i] of them.
+        """
         gate_up, down = (None, None) if self.float8 is None else (self.float8.gate_up, self.float8.down)
         if gate_up is None and sorting is not None:
             rows = permute(rows, *sorting)
         if gate_up is None and down is None:
-            return visit(rows, counts, self.gate, self.up, self.down)
+            return apply_experts(rows, counts, self.gate, self.up, self.down)
         ends = counts.cumsum(0, dtype=torch.int32)
         if gate_up is not None:
             gate, up = gate_up(rows, ends, (self.gate, self.up), sorting).chunk(2, dim=1)
         else:
             gate, up = _product(rows, counts, self.gate), _product(rows, counts, self.up)
         inner = F.silu(gate) * up
-        result: Tensor = (
-            _product(inner, counts, self.down) if down is None else down(inner, ends, (self.down,))
-        )
+        if down is None:
+            return _product(inner, counts, self.down)
+        result: Tensor = down(inner, ends, (self.down,))
         return result
 
 
-def visit(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """down(silu(gate(x)) · up(x)) with the weights of each row's expert. An expert without rows gets a
+def apply_experts(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Return down(silu(gate(x)) · up(x)) with the weights of each row's expert. An expert without rows gets a
     gradient of zeros."""
     return _product(F.silu(_product(rows, counts, gate)) * _product(rows, counts, up), counts, down)
 
 
 def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Rows by the matrix of each one's expert."""
+    """Return the product of each row with the matrix of its expert."""
     weight = weight.to(rows.dtype)
     if _can_group(rows, weight):
         return _grouped(rows, weight, counts.cumsum(0, dtype=torch.int32))
-    one_by_one: Tensor = _product_one_by_one(rows, counts, weight)
-    return one_by_one
+    product: Tensor = _product_per_expert(rows, counts, weight)
+    return product
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _product_one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler
-    would begin anew."""
-    # unbind and not an index for each expert: the backward of an index is as large as all experts together.
+def _product_per_expert(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Multiply expert by expert. The counts differ each time, for which the compiler would compile again."""
+    # unbind instead of an index per expert: the backward of an index is as large as all experts together.
     return torch.cat(list(map(linear, rows.split_with_sizes(counts.tolist()), weight.unbind())))
 
 
 def _can_group(rows: Tensor, weight: Tensor) -> bool:
     supported = rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
-    return supported and weight.shape[-1] * weight.element_size() % ALIGNED == 0
+    return supported and weight.shape[-1] * weight.element_size() % ALIGNMENT_BYTES == 0
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -181,14 +181,14 @@ class MixtureOfExperts(ExactBuffers):
         self.shared = GatedFeedForward(config, width) if width else None
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
         self.gradient_scale: Tensor | float = 1.0
-        """What the summed cross-entropy is multiplied with before backward; the balancing losses are sums
-        over tokens too."""
-        self.sum_sequence: Callable[[Tensor], Tensor] = _itself
-        """Sums a (rows, experts) tensor over all devices that hold parts of these sequences; its gradient is
-        the identity."""
+        """Factor of the summed cross-entropy in backward; the balancing losses, sums over tokens too, get the
+        same."""
+        self.sum_sequence: Callable[[Tensor], Tensor] = _identity
+        """Function that sums a (rows, experts) tensor over all devices that hold parts of these sequences;
+        its gradient is the identity."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to the same."""
+        """Return the layer's output: (batch, sequence, hidden), as the input."""
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
         counts = self._count(routing.experts, sequences=x.shape[0])
@@ -200,29 +200,30 @@ class MixtureOfExperts(ExactBuffers):
         return result
 
     def take_load(self) -> Tensor:
-        """How many choices fell on each expert since the last call, in forwards that were trained on; counts
-        from zero again."""
+        """Return how often each expert was chosen in training since the last call, and count from zero
+        again."""
         load, self.load = self.load, torch.zeros_like(self.load)
         return load
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
-        """After a step: make experts below the mean load likelier, others less. `load` is that of the whole
-        global batch."""
+        """After a step, raise the bias of experts below the mean load and lower that of the others. `load` is
+        that of the whole global batch."""
         assert self.router.bias is not None, "balance_bias is 0"
-        # In whole numbers, so that the sign is exact on every layout.
+        # In integers, so that the sign is exact on every layout.
         self.router.bias += self.config.balance_bias * (load.sum() - load * load.numel()).sign()
 
     def _count(self, experts: Tensor, sequences: int) -> Tensor:
-        """How often each sequence chose each expert: (batch, experts)."""
+        """Return how often each sequence chose each expert: (batch, experts)."""
         chosen = experts.view(sequences, -1)
         counts = chosen.new_zeros(sequences, self.config.experts)
         return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
 
     def _mix(self, tokens: Tensor, routing: Routing, counts: Tensor) -> Tensor:
         order = routing.experts.flatten().argsort(stable=True)  # row i of the sorted rows is choice order[i]
-        sorting = Sorting(order, inverse(order), self.config.experts_per_token)
-        return mix(self.experts(tokens, counts, sorting), routing.weights, sorting.order, sorting.back)
+        sorting = Sorting(order, inverse_permutation(order), self.config.experts_per_token)
+        outputs = self.experts(tokens, counts, sorting)
+        return weighted_sum(outputs, routing.weights, sorting.order, sorting.inverse)
 
     def _balance(self, result: Tensor, routing: Routing, counts: Tensor) -> Tensor:
         """Count the load and attach the losses."""
@@ -237,39 +238,39 @@ class MixtureOfExperts(ExactBuffers):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _add_load(self, counts: Tensor) -> None:
-        """Once a micro-batch, however often activations are recomputed."""
+        """Count each micro-batch once: not again when backward recomputes activations."""
         if not inside_backward():
             self.load.add_(counts.sum(0))
 
 
 def balance_loss(shares: Tensor, counts: Tensor, sum_sequence: Callable[[Tensor], Tensor]) -> Tensor:
-    """Tokens · experts · Σ f_i P_i, summed over sequences: shares (tokens, experts), counts (sequences,
-    experts)."""
+    """Return tokens · experts · Σ f_i P_i, summed over sequences, from shares (tokens, experts) and counts
+    (sequences, experts)."""
     sequences, experts = counts.shape
     local_shares = shares.view(sequences, -1, experts).sum(1)
-    # Both over whole sequences, in one exchange.
+    # Sum both over whole sequences, in one exchange.
     whole_counts, whole_shares = sum_sequence(torch.cat((counts.to(shares.dtype), local_shares))).chunk(2)
     f = whole_counts / whole_counts.sum(-1, keepdim=True)
     return experts * (f * whole_shares).sum()  # shares summed over a sequence are tokens · P
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
-    """x unchanged; when a gradient comes back to it, `loss` gets the gradient `scale`."""
+    """Return x unchanged; when a gradient comes back to it, `loss` gets the gradient `scale`."""
     scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
     attached: Tensor = _Attach.apply(x, loss, scale)  # type: ignore[no-untyped-call]
     return attached
 
 
 class _Attach(torch.autograd.Function):
-    """Forward: the first input. Backward: its gradient to the first, `scale` to the loss."""
+    """Forward returns x. Backward passes the gradient on to x, and gives `scale` to the loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
         return gradient, scale, None
 
@@ -278,5 +279,5 @@ def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(nn.init.normal_(torch.empty(shape), std=0.02))
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

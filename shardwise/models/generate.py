@@ -1,10 +1,10 @@
-"""Continuing a text, one sampled token at a time.
+"""Sampling: continue a text by one token at a time.
 
-For showing what a model has learnt, not for serving it. What the model is, how it is spread over devices, and
-what it remembers of the text so far is hidden in `step`: while a run trains, each new token costs a forward
-over the whole text; on one device keys and values are kept (`Remembering`), so that it costs one over the new
-token. The random numbers come from a generator of their own on the CPU, so that processes which run the same
-model sample the same text, and sampling disturbs nothing else.
+This shows what a model has learnt; it is not made for serving. A `step` function hides the model, how it is
+spread over devices, and what it caches: while a run trains, each new token costs a forward over the whole
+text; on one device keys and values are cached (`CachedStep`), and it costs a forward over the new token. The
+random numbers come from a separate generator on the CPU, so that processes which run the same model sample
+the same text, and sampling changes no other random numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.models.attention import CausalAttention, attend_to
+from shardwise.models.attention import CausalAttention, masked_attention
 from shardwise.models.transformer import Transformer
 
 Step = Callable[[Tensor], Tensor]
-"""From tokens (1, T), on the CPU, to the logits (vocabulary) after the last."""
+"""A function from tokens (1, T), on the CPU, to the logits (vocabulary) after the last token."""
 
 
 def generate(
@@ -31,11 +31,9 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> list[int]:
-    """The prompt and `count` more token ids."""
-    return [
-        *prompt,
-        *continuation(step, prompt, count, max_positions=max_positions, temperature=temperature, seed=seed),
-    ]
+    """Return the prompt and `count` more token ids."""
+    new = continuation(step, prompt, count, max_positions=max_positions, temperature=temperature, seed=seed)
+    return [*prompt, *new]
 
 
 def continuation(
@@ -48,17 +46,16 @@ def continuation(
     seed: int = 0,
     ends: Collection[int] = (),
 ) -> Iterator[int]:
-    """Token ids after the prompt as they come, `count` of them, or fewer: those before the first of `ends`.
+    """Yield `count` token ids after the prompt, one by one, or fewer: those before the first of `ends`.
 
-    `step` is given at most `max_positions` tokens; the text slides through that window once it is longer.
-    Temperature 0 takes the likeliest token.
+    `step` gets at most the last `max_positions` tokens. Temperature 0 takes the likeliest token.
     """
     if not prompt:
         raise UserError("the prompt is empty: give at least one token to continue from")
     tokens = list(prompt)
     generator = torch.Generator("cpu").manual_seed(seed)
     for _ in range(count):
-        with torch.no_grad():  # not around the loop, where whoever takes the tokens would be inside of it too
+        with torch.no_grad():  # not around `yield`, which would disable gradients in the caller too
             logits = step(torch.tensor([tokens[-max_positions:]]))
         tokens.append(_sample(logits.detach().to("cpu", torch.float32).flatten(), temperature, generator))
         if tokens[-1] in ends:
@@ -70,8 +67,8 @@ def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> i
     best = logits.max()
     if not bool(best.isfinite()):
         raise UserError(
-            "the model gives no finite numbers: its weights are not, or a sum is too large for the dtype "
-            "they are in"
+            "the model's logits are not finite: its weights are not finite, or a sum is too large for their "
+            "dtype"
         )
     if temperature == 0:
         return int(logits.argmax())
@@ -80,42 +77,42 @@ def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> i
 
 
 class CachedAttention(nn.Module):
-    """In place of attention among the tokens of one forward: keys and values of the tokens before are kept,
-    and seen too."""
+    """Attention that caches keys and values, so that new tokens see the tokens of earlier forwards too."""
 
     def __init__(self, attention: CausalAttention) -> None:
         super().__init__()
         self.window, self.softcap = attention.window, attention.softcap
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.cached: tuple[Tensor, Tensor] | None = None
 
-    def keep(self, tokens: int) -> None:
-        """Forget all but the first so many tokens."""
-        self.kept = (
-            None
-            if self.kept is None or not tokens
-            else (self.kept[0][:, :, :tokens], self.kept[1][:, :, :tokens])
-        )
+    def truncate(self, tokens: int) -> None:
+        """Drop all but the first `tokens` tokens from the cache."""
+        if self.cached is not None:
+            key, value = self.cached
+            self.cached = (key[:, :, :tokens], value[:, :, :tokens]) if tokens else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Each (batch, heads, new tokens, head_dim). The mask is for the new tokens alone, so one for all is
-        made here."""
-        if self.kept is not None:
-            key, value = torch.cat((self.kept[0], key), 2), torch.cat((self.kept[1], value), 2)
-        self.kept = (key, value)
-        places = torch.arange(key.shape[2], device=key.device)
-        back = places[-query.shape[2] :, None] - places[None, :]  # how far, (new tokens, all tokens)
-        seen = (back >= 0) if self.window is None else (back >= 0) & (back < self.window)
-        return attend_to(query, key, value, seen[None, None], self.softcap)
+        """Return attention of new tokens to all tokens; each input is (batch, heads, new tokens, head_dim).
+
+        The given mask covers the new tokens alone, so it is not used.
+        """
+        if self.cached is not None:
+            key, value = torch.cat((self.cached[0], key), 2), torch.cat((self.cached[1], value), 2)
+        self.cached = (key, value)
+        positions = torch.arange(key.shape[2], device=key.device)
+        distance = positions[-query.shape[2] :, None] - positions[None, :]  # (new tokens, all tokens)
+        seen = (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)
+        return masked_attention(query, key, value, seen[None, None], self.softcap)
 
 
-class Remembering:
-    """A transformer on one device as a `Step` that computes only what it has not seen: the new token of a
-    text that goes on, the new question of a conversation. Memory: keys and values of every token in every
-    block."""
+class CachedStep:
+    """A transformer on one device as a `Step` that computes only tokens which it has not computed before.
+
+    Its memory is that of the keys and values of every token in every block.
+    """
 
     def __init__(self, model: Transformer, device: torch.device) -> None:
         self.model, self.device = model, device
-        self._known: list[int] = []
+        self._cached_ids: list[int] = []
         self._caches: list[CachedAttention] = []
         for module in model.modules():
             for name, part in module.named_children():
@@ -124,16 +121,14 @@ class Remembering:
                     setattr(module, name, self._caches[-1])
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits after the last token."""
+        """Return the logits after the last token."""
         ids: list[int] = tokens[0].tolist()
-        pairs = zip(self._known, ids[:-1], strict=False)
-        same = next(
-            (place for place, (old, new) in enumerate(pairs) if old != new),
-            min(len(self._known), len(ids) - 1),
-        )
+        pairs = zip(self._cached_ids, ids[:-1], strict=False)
+        differences = (index for index, (old, new) in enumerate(pairs) if old != new)
+        same = next(differences, min(len(self._cached_ids), len(ids) - 1))
         for cache in self._caches:
-            cache.keep(same)
-        self._known = ids
+            cache.truncate(same)
+        self._cached_ids = ids
         positions = torch.arange(same, len(ids), device=self.device)
         logits: Tensor = self.model(
             tokens[:, same:].to(self.device), positions=positions, logits_at=len(ids) - same - 1

@@ -1,18 +1,17 @@
-"""First values of the weights: a function of (seed, parameter name, place in the parameter), and of nothing
-else.
+"""Initial values of the weights: a function of (seed, parameter name, index in the parameter) alone.
 
 Each number is drawn by its index under a key that is a hash of the run's seed and the parameter's name
 (models/draw.py). So the values do not depend on how many processes there are, in which order modules were
-built, or which part of the model a process holds: any layout starts from the same bits. A process draws what
-it holds and no more, on the device that holds it; no parameter is whole anywhere. Numbers are float32
-whatever the dtype of the model, and rounded to it, so that a float64 proof starts from the same numbers as
-the float32 run that it proves. A GPU takes some milliseconds a billion parameters, a CPU some seconds.
+built, or which part of the model a process holds: any layout starts from the same bits. A process draws only
+what it holds, on the device that holds it; no parameter is whole anywhere. Numbers are drawn in float32 and
+rounded to the dtype of the model, so that a float64 proof starts from the same numbers as the float32 run
+that it proves. A billion parameters take a GPU some milliseconds and a CPU some seconds.
 
-The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a block that write to the
-residual stream divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one
-(zero where one is added), biases zero. A router's logits begin with variance one at any width, so that tokens
-spread over the experts from the first step. A user's own module (models/user_module.py) may say otherwise, of
-all or some weights, in a method `initial_value(name, shape, seed)`, which gives a parameter whole.
+The distribution is GPT-2's: normal with deviation 0.02; matrices of a block that write to the residual stream
+are divided by sqrt(2 · layers), so that the stream's variance does not grow with depth. Norms begin at one
+(zero where one is added), biases at zero. A router's logits begin with variance one at any width, so that
+tokens spread over the experts from the first step. A user's module (models/user_module.py) may return other
+values of any parameter, whole, from a method `initial_value(name, shape, seed)`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ Part = tuple[Tensor, tuple[slice, ...]]
 """What a process holds of a parameter, and which slice of it that is."""
 
 
-def _all(parameter: Tensor) -> Part:
+def _whole(parameter: Tensor) -> Part:
     return parameter, tuple(slice(0, size) for size in parameter.shape)
 
 
-def _itself(parameter: Tensor) -> Tensor:
+def _identity(parameter: Tensor) -> Tensor:
     return parameter
 
 
@@ -54,100 +53,98 @@ def _itself(parameter: Tensor) -> Tensor:
 def initialise(
     model: nn.Module,
     seed: int,
-    part: Callable[[Tensor], Part] = _all,
-    known_as: Callable[[str], str] = str,
+    part: Callable[[Tensor], Part] = _whole,
+    full_name: Callable[[str], str] = str,
     gpu: torch.device | None = None,
 ) -> None:
-    """Give every parameter its first value; buffers have theirs from the constructor.
+    """Give every parameter its initial value; buffers have theirs from the constructor.
 
-    `part(parameter)` is what this process holds of a parameter; whoever has sharded them knows.
-    `known_as(name)` is the name of a parameter in the whole model, where this is a part of it. A `gpu` draws
-    also what is kept in the host's memory.
+    `part(parameter)` returns what this process holds of a parameter, and `full_name(name)` the parameter's
+    name in the whole model. A `gpu` also draws parameters that are in the host's memory.
     """
     config = model.config if isinstance(model, Transformer) else None
     normal = quantiles()
     for local_name, parameter in model.named_parameters():
-        name, shape, (own, held) = known_as(local_name), tuple(parameter.shape), part(parameter)
-        given = _given(model, name, shape, seed)
-        if given is not None:
-            own.copy_(given[held])
+        name, shape, (local, held) = full_name(local_name), tuple(parameter.shape), part(parameter)
+        value = _value_from_module(model, name, shape, seed)
+        if value is not None:
+            local.copy_(value[held])
         elif config is not None and _is_offset(config, name):
-            own.zero_()
+            local.zero_()
         else:
-            _fill(own, held, normal, name, shape, None if config is None else config.layers, seed, gpu)
+            _fill(local, held, normal, name, shape, None if config is None else config.layers, seed, gpu)
 
 
-def _given(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
-    """What a user's own module says of a parameter, in float32; None: nothing."""
-    own = getattr(model, "initial_value", None)
-    value = None if own is None else own(name, shape, seed)
+def _value_from_module(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    """Return the value that a user's module gives a parameter, in float32; None: it gives none."""
+    method = getattr(model, "initial_value", None)
+    value = None if method is None else method(name, shape, seed)
     if value is None:
         return None
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or not bool(value.isfinite().all()):
-        given = (
+        returned = (
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         )
         raise UserError(
-            f"initial_value({name!r}, {shape}, {seed}) gave {given}; it must give finite numbers of that "
-            f"shape, or None: then "
-            "they are drawn as without it"
+            f"initial_value({name!r}, {shape}, {seed}) gave {returned}; it must give finite numbers of that "
+            "shape, or None: then they are drawn as without it"
         )
     return value.to("cpu", torch.float32)
 
 
 def check_first_value(model: nn.Module, seed: int) -> None:
-    """Ask a user's module for the smallest of its weights: a file that is not there is then known before
-    anything is made."""
+    """Ask a user's module for the smallest of its weights, so that a missing file is reported early."""
     name, parameter = min(model.named_parameters(), key=lambda named: named[1].numel())
     try:
-        _given(model, name, tuple(parameter.shape), seed)
+        _value_from_module(model, name, tuple(parameter.shape), seed)
     except (Exception, SystemExit) as error:
         if isinstance(error, UserError):
             raise
         code = getattr(getattr(model, "initial_value", None), "__code__", None)
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-        at = (own or frames)[-1]
+        user_frames = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        at = (user_frames or frames)[-1]
         raise UserError(
             f"initial_value({name!r}, {tuple(parameter.shape)}, {seed}) fails: {type(error).__name__}: "
-            f"{error} "
-            f"({at.filename}, line {at.lineno})"
+            f"{error} ({at.filename}, line {at.lineno})"
         ) from error
 
 
-def begins_otherwise(model: nn.Module, name: str, value: float | None, seed: int) -> bool:
-    """Whether a weight of a user's module begins with other values than its constructor gives. `value` is
-    what all its numbers are there; None: they differ. What `initial_value` returns is taken for what the
-    author wants."""
+def replaces_constructor_value(model: nn.Module, name: str, value: float | None, seed: int) -> bool:
+    """Return whether a weight of a user's module starts with other values than its constructor gives.
+
+    `value` is what the constructor gives all its numbers; None: they differ. What `initial_value` returns is
+    the author's wish, so it does not count.
+    """
     shape = tuple(model.get_parameter(name).shape)
-    if _given(model, name, shape, seed) is not None:
+    if _value_from_module(model, name, shape, seed) is not None:
         return False
     return len(shape) > 1 or value != (0.0 if _is_bias(name) else 1.0)
 
 
 def _is_bias(name: str) -> bool:
-    return "bias" in name.rpartition(".")[2].split(
-        "_"
-    )  # torch's own modules have in_proj_bias and bias_ih_l0 too
+    return "bias" in name.rpartition(".")[2].split("_")  # torch has in_proj_bias and bias_ih_l0 too
 
 
 def _is_offset(config: Model, name: str) -> bool:
-    """Whether one is added to this weight of a norm; never to those of queries and keys."""
+    """Return whether one is added to this weight of a norm; it never is in norms of queries and keys."""
     of_stream = name.endswith("norm.weight") and not name.endswith(("query_norm.weight", "key_norm.weight"))
     return config.norm == "rms+1" and of_stream
 
 
 def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: int) -> Tensor:
-    """The whole first value of one parameter of a model with so many layers: float32, on the CPU. None: a
-    module not of ours, whose matrices are all drawn alike.
+    """Return the whole initial value of a parameter, in float32 on the CPU.
+
+    `layers` is the number of layers of a transformer; None: another module, whose matrices are all drawn with
+    one deviation.
     """
-    whole, held = _all(torch.empty(shape, dtype=torch.float32, device="cpu"))
+    whole, held = _whole(torch.empty(shape, dtype=torch.float32, device="cpu"))
     _fill(whole, held, quantiles(), name, shape, layers, seed)
     return whole
 
 
 def _fill(
-    own: Tensor,
+    local: Tensor,
     held: tuple[slice, ...],
     normal: Tensor,
     name: str,
@@ -157,9 +154,9 @@ def _fill(
     gpu: torch.device | None = None,
 ) -> None:
     if len(shape) <= 1:
-        own.fill_(0.0 if _is_bias(name) else 1.0)  # one: the weight of a norm
+        local.fill_(0.0 if _is_bias(name) else 1.0)  # one: the weight of a norm
     else:
-        draw(own, normal * _deviation(name, shape, layers), seed, name, shape, held, gpu)
+        draw(local, normal * _deviation(name, shape, layers), seed, name, shape, held, gpu)
 
 
 def _deviation(name: str, shape: tuple[int, ...], layers: int | None) -> float:
@@ -169,28 +166,22 @@ def _deviation(name: str, shape: tuple[int, ...], layers: int | None) -> float:
 
 
 @torch.no_grad()
-def check_values(model: nn.Module, local: Callable[[Tensor], Tensor] = _itself) -> None:
-    """Fail, naming the parameters, if any holds NaN or infinity, or a matrix holds only zeros: a value was
-    never given.
+def check_values(model: nn.Module, local: Callable[[Tensor], Tensor] = _identity) -> None:
+    """Raise if a parameter holds NaN or infinity, or a matrix only zeros: then its value was never set.
 
-    One reduction a parameter and one read-back in all. `local(parameter)` gives the part that this process
-    holds.
+    It costs one reduction per parameter and one read from the device. `local(parameter)` returns the part
+    that this process holds.
     """
     parts = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
     parts = {name: part for name, part in parts.items() if part.numel()}
     if not parts:
         return
-    # The largest magnitude says it all: it is NaN or infinite if any value is, and zero only if all are.
-    peaks = torch.stack(
-        [torch.linalg.vector_norm(part, math.inf).double() for part in parts.values()]
-    ).tolist()
-    wrong = [
-        fault
-        for (name, part), peak in zip(parts.items(), peaks, strict=True)
-        if (fault := _fault(name, part, peak))
-    ]
-    if wrong:
-        raise AssertionError("parameters without sound values: " + "; ".join(wrong))
+    # The largest magnitude is NaN or infinite if any value is, and zero only if all are.
+    norms = [torch.linalg.vector_norm(part, math.inf).double() for part in parts.values()]
+    pairs = zip(parts.items(), torch.stack(norms).tolist(), strict=True)
+    faults = [fault for (name, part), peak in pairs if (fault := _fault(name, part, peak))]
+    if faults:
+        raise AssertionError("parameters without sound values: " + "; ".join(faults))
 
 
 def _fault(name: str, part: Tensor, peak: float) -> str | None:

@@ -1,17 +1,16 @@
-"""Kernels of GPUs. Imported where there is one alone: Triton comes with torch for GPUs.
+"""Kernels for GPUs. The module is imported only where there is a GPU: Triton comes with torch for GPUs.
 
-`grouped8` and `outer8` are products in 8 bits of rows that are sorted by expert, each with the weights of its
-own expert. torch's own take longer, want the rows of every expert padded for the second, and no e5m2.
+`grouped8` and `outer8` are products in 8 bits of rows that are sorted by expert, each row with the weights of
+its expert. torch's own products are slower, support no e5m2, and need padded rows for the second.
 
-`draw` writes normal numbers where they are needed. The bits are those of models/draw.py, and tests compare
-them. A thread makes the 16 numbers of a count, which lie together in the array. What bounds the speed is the
-reading of the table.
+`draw` writes normal numbers. The bits are those of models/draw.py, and tests compare them. A thread makes the
+16 numbers of a count, which are neighbours in the array. Reading the table limits the speed.
 
-`cross_entropy` reads each row of logits twice and writes its gradient, where the compiler's kernel reads it
+`cross_entropy` reads each row of logits twice and writes its gradient; the compiler's kernel reads each row
 three times.
 
-`transpose8` transposes a matrix of bytes. Left to the compiler, a transposed copy is written by whatever
-kernel makes the matrix: where that goes along rows, to sum or to find a maximum, it writes single bytes a
+`transpose8` transposes a matrix of bytes. The compiler would let the kernel that makes the matrix write the
+transposed copy: where that kernel goes along rows, to sum or to find a maximum, it writes single bytes a
 whole column apart, and takes ten times as long.
 """
 
@@ -28,15 +27,16 @@ from triton.language.extra import libdevice
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 COUNTS = 128
-"""That one program makes numbers from."""
+"""Number of counts from which one program makes random numbers."""
 TILE = 128
-"""Rows and columns that one program transposes."""
-AT_ONCE = 4096
-"""Logits of a row that a program reads at a time."""
+"""Number of rows and of columns that one program transposes."""
+LOGITS_PER_READ = 4096
+"""Number of logits of a row that a program reads at a time."""
 ROWS, COLUMNS, DEPTH = 128, 256, 128
-"""Of a product's tile, and how much of the summed dimension is read at a time."""
-BESIDE = 8
-"""Tiles of rows whose programs run side by side, so that they share what they read of a weight."""
+"""Size of a product's tile, and how much of the summed dimension is read at a time."""
+ADJACENT = 8
+"""Number of row tiles whose programs run next to each other, so that they share what they read of a
+weight."""
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _draw(target, table, task, COUNTS: tl.constexpr):
     shifts = (tl.arange(0, 4) * 16).to(tl.uint64)[None, None, :]
     places = tl.reshape((words >> shifts) & 0xFFFF, (COUNTS, 16)).to(tl.int32)
     within = (count * 16 - begin)[:, None] + tl.arange(0, 16)[None, :]
-    own = (within >= 0) & (within < length) & (run < outer * rows)[:, None]
-    tl.store(target + run[:, None] * length + within, tl.load(table + places), mask=own)
+    inside = (within >= 0) & (within < length) & (run < outer * rows)[:, None]
+    tl.store(target + run[:, None] * length + within, tl.load(table + places), mask=inside)
 
 
 def draw(
@@ -69,12 +69,10 @@ def draw(
     outer_stride: int,
     row_stride: int,
 ) -> None:
-    """Fill a flat tensor from a table on its device. The last six say where its numbers lie in the array
-    (draw.Runs)."""
-    counts = (length + 14) // 16 + 1  # that a run touches at most, wherever in a count it begins
+    """Fill a flat tensor from a table on its device. The last six arguments are those of `draw.Runs`."""
+    counts = (length + 14) // 16 + 1  # the most that a run touches, wherever in a count it begins
     signed = key - (1 << 64) if key >> 63 else key
-    # These go as a tensor: as arguments, Triton would compile the kernel again for small ones, and for
-    # multiples of 16.
+    # A tensor, because Triton compiles the kernel again for some integer arguments: 1, and multiples of 16.
     task = torch.tensor(
         [signed, first, outer, rows, length, outer_stride, row_stride, counts], device=target.device
     )
@@ -98,19 +96,19 @@ def _transpose(source, target, rows, columns, TILE: tl.constexpr):
 
 @triton_op("shardwise::transpose8", mutates_args={})
 def transpose8(matrix: Tensor) -> Tensor:
-    """(..., rows, columns) of any dtype of one byte to (..., columns, rows), both contiguous."""
-    *several, rows, columns = matrix.shape
-    turned = torch.empty(*several, columns, rows, dtype=matrix.dtype, device=matrix.device)
-    grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE), math.prod(several))
+    """Return (..., columns, rows) from (..., rows, columns) of any dtype of one byte, both contiguous."""
+    *batch, rows, columns = matrix.shape
+    result = torch.empty(*batch, columns, rows, dtype=matrix.dtype, device=matrix.device)
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE), math.prod(batch))
     wrap_triton(_transpose)[grid](
-        matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE
+        matrix.view(torch.uint8), result.view(torch.uint8), rows, columns, TILE=TILE
     )
-    return turned
+    return result
 
 
 @triton.jit
 def _logits(place, inside, softcap, CAPPED: tl.constexpr):
-    """In float32, within ± the cap; -inf outside."""
+    """Return logits in float32, within ± the cap; -inf outside of the row."""
     logits = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
     return tl.where(inside, softcap * libdevice.tanh(logits / softcap), -float("inf")) if CAPPED else logits
 
@@ -146,32 +144,34 @@ def _cross_entropy(
 def cross_entropy(
     logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None, ignored: int
 ) -> Tensor:
-    """The summed loss of rows of logits of at most 32 bits; `scale` times their gradient is written to
-    `into`: beside them, or over them."""
+    """Return the summed loss of rows of logits of at most 32 bits, and write `scale` times their gradient to
+    `into`, which may be the logits."""
     losses = torch.empty(logits.shape[0], device=logits.device)
     with torch.cuda.device(logits.device):
         _cross_entropy[logits.shape[0],](
             logits, targets, into, losses, logits.shape[1], logits.stride(0), into.stride(0), scale,
             softcap or 1.0,
-            IGNORED=ignored, CAPPED=softcap is not None, COUNT=AT_ONCE, num_warps=8,
+            IGNORED=ignored, CAPPED=softcap is not None, COUNT=LOGITS_PER_READ, num_warps=8,
         )  # fmt: skip
     return losses.sum()
 
 
 @triton.jit
 def _expert_of(tile, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile of rows that are all of one expert: which one, where the tile begins, and where that expert's
-    rows end. Tiles beyond the last have an expert that does not exist."""
+    """Return the expert of a tile of rows, the tile's first row, and the end of that expert's rows.
+
+    Tiles beyond the last have an expert that does not exist.
+    """
     expert = tl.arange(0, PADDED)
     end = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
     tiles = tl.where(expert < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
     after = tl.cumsum(tiles, 0)
-    own = tl.sum((after <= tile).to(tl.int32), 0)
-    chosen = expert == own
+    tile_expert = tl.sum((after <= tile).to(tl.int32), 0)
+    chosen = expert == tile_expert
     before = tl.sum(tl.where(chosen, after - tiles, 0), 0)
     return (
-        own,
+        tile_expert,
         tl.sum(tl.where(chosen, begin, 0), 0) + (tile - before) * ROWS,
         tl.sum(tl.where(chosen, end, 0), 0),
     )
@@ -179,7 +179,7 @@ def _expert_of(tile, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl
 
 @triton.jit
 def _tiles_of(expert, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """The first tile of an expert, and how many it has."""
+    """Return the first tile of an expert, and the number of its tiles."""
     each = tl.arange(0, PADDED)
     end = tl.load(ends + each, mask=each < EXPERTS, other=0)
     begin = tl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0)
@@ -191,12 +191,12 @@ def _tiles_of(expert, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: t
 def _grouped(
     rows, weight, out, ends, factor, outputs, inputs,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BESIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(outputs, COLUMNS)
-    place, within = tl.program_id(0) // (BESIDE * across), tl.program_id(0) % (BESIDE * across)
-    first = within // BESIDE * COLUMNS
-    expert, row, stop = _expert_of(place * BESIDE + within % BESIDE, ends, EXPERTS, PADDED, ROWS)
+    place, within = tl.program_id(0) // (ADJACENT * across), tl.program_id(0) % (ADJACENT * across)
+    first = within // ADJACENT * COLUMNS
+    expert, row, stop = _expert_of(place * ADJACENT + within % ADJACENT, ends, EXPERTS, PADDED, ROWS)
     if expert < EXPERTS:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for depth in range(0, inputs, DEPTH):
@@ -213,19 +213,21 @@ def _grouped(
 
 @custom_op("shardwise::grouped8", mutates_args=())
 def grouped8(rows: Tensor, weight: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows (n, inputs), of which those of expert i end before ends[i], times its weight of (experts, outputs,
-    inputs), times a factor: (n, outputs)."""
+    """Return rows (n, inputs) times the weights (experts, outputs, inputs) of their experts, times a factor.
+
+    Rows of expert i end before ends[i]; the result is (n, outputs).
+    """
     (count, inputs), (experts, outputs, _) = rows.shape, weight.shape
     out = torch.empty(count, outputs, dtype=dtype, device=rows.device)
     if count:
-        tiles = triton.cdiv(triton.cdiv(count, ROWS) + experts, BESIDE) * BESIDE  # at most
+        tiles = triton.cdiv(triton.cdiv(count, ROWS) + experts, ADJACENT) * ADJACENT  # at most
         left = TensorDescriptor.from_tensor(rows, [ROWS, DEPTH])
         right = TensorDescriptor.from_tensor(weight.view(-1, inputs), [COLUMNS, DEPTH])
         with torch.cuda.device(rows.device):
             _grouped[tiles * triton.cdiv(outputs, COLUMNS),](
                 left, right, out, ends, factor, outputs, inputs,
                 EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS,
-                DEPTH=DEPTH, BESIDE=BESIDE,
+                DEPTH=DEPTH, ADJACENT=ADJACENT,
                 num_warps=8, num_stages=3,
             )  # fmt: skip
     return out
@@ -255,9 +257,11 @@ def _transpose_experts(
 
 @custom_op("shardwise::transpose_experts8", mutates_args=())
 def transpose_experts8(matrix: Tensor, ends: Tensor, places: Tensor | None) -> Tensor:
-    """(rows, columns) in 8 bits, sorted by expert, to (columns, sums): those of each expert begin at a
-    multiple of DEPTH, and zeros fill it up to the next. `places` says where in the matrix the sorted rows
-    lie; None: one after the other."""
+    """Return (columns, padded rows) from (rows, columns) in 8 bits, sorted by expert.
+
+    The rows of each expert begin at a multiple of DEPTH, and zeros fill them up to the next. `places` are the
+    indices of the sorted rows in the matrix; None: the matrix is sorted.
+    """
     columns, rows = matrix.shape[1], len(matrix if places is None else places)
     experts = ends.shape[0]
     tiles = triton.cdiv(rows, DEPTH) + experts  # at most
@@ -294,22 +298,27 @@ def _outer(
     total *= tl.load(factor)
     down, aside = top + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
     inside = (down < height)[:, None] & (aside < width)[None, :]
-    own = out + expert.to(tl.int64) * height * width
+    matrix = out + expert.to(tl.int64) * height * width
     tl.store(
-        own + down[:, None].to(tl.int64) * width + aside[None, :], total.to(out.dtype.element_ty), mask=inside
+        matrix + down[:, None].to(tl.int64) * width + aside[None, :],
+        total.to(out.dtype.element_ty),
+        mask=inside,
     )
 
 
 @custom_op("shardwise::outer8", mutates_args=())
 def outer8(left: Tensor, right: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each expert the sum over its rows of left · rightᵀ, times a factor: (experts, height, width). Both
-    are transposed by `transpose_experts8`: (height, sums) and (width, sums)."""
+    """Return for each expert the sum over its rows of left · rightᵀ, times a factor: (experts, height,
+    width).
+
+    Both inputs come from `transpose_experts8`: (height, padded rows) and (width, padded rows).
+    """
     height, width, experts = left.shape[0], right.shape[0], ends.shape[0]
     out = torch.empty(experts, height, width, dtype=dtype, device=left.device)
     with torch.cuda.device(left.device):
         _outer[triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), experts](
-            TensorDescriptor.from_tensor(left, [ROWS, DEPTH]), TensorDescriptor.from_tensor(right, [COLUMNS,
-            DEPTH]),
+            TensorDescriptor.from_tensor(left, [ROWS, DEPTH]),
+            TensorDescriptor.from_tensor(right, [COLUMNS, DEPTH]),
             out, ends, factor, height, width,
             EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
             num_warps=8, num_stages=3,

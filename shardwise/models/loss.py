@@ -1,31 +1,31 @@
 """The output head and the cross-entropy as one operation that never holds the full logits.
 
 For 32k tokens and a vocabulary of 128k the logits are 8 GiB in bfloat16, 16 in float32, and plain autograd
-keeps several such copies: the largest tensors of the whole step, for the sake of one number. But the gradient
-of the loss with respect to the logits is known as soon as they are (softmax minus one-hot), so the head can
-be walked in chunks of tokens: compute a chunk's logits, its loss, overwrite the logits by their gradient,
-multiply that into the gradients of the hidden states and of the weight, and reuse the buffer. All three
-matmuls happen in the forward pass, none twice; backward only scales what was kept. (The idea is known from
-Liger Kernel and from "Cut Your Losses", Wijmans et al. 2024.)
+keeps several such copies: the largest tensors of the whole step, for one number. But the gradient of the loss
+with respect to the logits is known as soon as they are (softmax minus one-hot), so the head can be computed
+in chunks of tokens: compute a chunk's logits and its loss, overwrite the logits by their gradient, multiply
+that into the gradients of the hidden states and of the weight, and reuse the buffer. All three matmuls happen
+in the forward pass, none twice; backward only scales the saved gradients. (The idea is known from Liger
+Kernel and from "Cut Your Losses", Wijmans et al. 2024.)
 
 Several devices may share the vocabulary (`VocabularyPart`): each has the rows of the weight for its ids, so
-no device ever holds even a chunk of whole logits; the largest logit, the sum of exponentials and the target's
-logit of each token are put together between them, three numbers a token.
+no device ever holds even a chunk of whole logits. They combine three numbers per token: the largest logit,
+the sum of exponentials and the target's logit.
 
-Kept from forward to backward: the gradient of the hidden states, as large as they, and one of the weight,
-accumulated in float32 (1 GiB at 128k × 2048). Nothing is read back to the host.
+Saved from forward to backward: the gradient of the hidden states, as large as they are, and that of the
+weight, accumulated in float32 (1 GiB at 128k × 2048). Nothing is copied to the host.
 
-A GPU multiplies by rows of 16 bytes: with a vocabulary of 50,257 its products take four times as long. There
-the weight is padded with zeros to a round number of rows while it is used; the logits of the padding are
-zeros and stay so, and since their gradient is zero too, no product need know of it.
+A GPU reads rows in units of 16 bytes: with a vocabulary of 50,257 its products take four times as long. There
+the weight is padded with rows of zeros while it is used; the logits of the padding and their gradients are
+zero, so no product has to treat them in a special way.
 
-Gemma 2 keeps logits within ± a cap by cap · tanh(logit / cap). That is elementwise, so it goes where the
-softmax goes: the capped logits have the gradient that was known, and the plain ones that times 1 - tanh².
+Gemma 2 keeps logits within ± a cap by cap · tanh(logit / cap). That is elementwise, so it is computed with
+the softmax: the gradient of the plain logits is that of the capped ones times 1 - tanh².
 
-float16: softmax tails lie under its smallest normal number, 6e-5, so there the gradient of the logits is
-written 1024 times larger (it is at most 1, so it cannot overflow), the gradient of the hidden states is kept
-in float32, and both shrink back in backward together with the loss scale. bfloat16 has float32's range and
-needs none of it.
+float16: the tails of a softmax are below its smallest normal number, 6e-5, so there the gradient of the
+logits is written 1024 times larger (it is at most 1, so it cannot overflow), the gradient of the hidden
+states is saved in float32, and backward divides both together with the loss scale. bfloat16 has float32's
+range and needs none of this.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise._torch import AutogradContext
 from shardwise.models.float8_products import E4M3, E5M2, Float8, cast, multiply, quantise, transposed
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import wide
@@ -50,20 +51,21 @@ IGNORED = -100
 
 FLOAT16_GRADIENT_SCALE = 1024.0
 ROUND_ROWS = {"cuda": 64, "cpu": 1}
-"""Rows of the weight that products by it are quick in multiples of."""
+"""The number of rows of the weight is padded to a multiple of this, for which products are fast."""
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """One device's ids: from `first` on, as many as its weight has rows. What the parts have in common is put
-    together by `maximum` and `total`, which take this part's numbers and return those of all parts.
-    """
+    """One device's part of the vocabulary: as many ids as its weight has rows."""
 
     first: int
-    most_rows: int
-    """Of any part: by it all parts cut the tokens into the same chunks."""
+    """The first id of the part."""
+    max_rows: int
+    """Number of rows of the largest part, from which all parts compute the same chunks of tokens."""
     maximum: Callable[[Tensor], Tensor]
+    """Function that takes this part's numbers and returns their maximum over all parts."""
     total: Callable[[Tensor], Tensor]
+    """Function that takes this part's numbers and returns their sum over all parts."""
 
 
 def linear_cross_entropy(
@@ -77,19 +79,18 @@ def linear_cross_entropy(
     softcap: float | None = None,
     float8: Float8 | None = None,
 ) -> Tensor:
-    """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a
-    time.
+    """Return the exact sum over tokens of the cross-entropy of `hidden @ weight.T`, computed in chunks.
 
     `hidden` is (tokens, hidden), `weight` (vocabulary, hidden) in any dtype, `targets` (tokens) with -100 for
-    none. The matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run
-    once; with `split_backward` in two halves, for the hidden states and for the weight, as zero-bubble
-    pipelines do.
+    none; a chunk has at most `chunk` tokens. The matmuls run in the dtype of `hidden`, the softmax in float32
+    (or float64). Backward may run once; with `split_backward` in two halves, for the hidden states and for
+    the weight, as in zero-bubble pipelines.
 
-    With a `softcap`, logits are kept within ± it by a tanh. With a `part` of the vocabulary, the loss is that
-    of all parts, and the gradient of `hidden` is this part's share of it. With `float8` the three products
-    are made in 8 bits.
+    With a `softcap`, a tanh keeps logits within ± it. With a `part` of the vocabulary, the loss is that of
+    all parts, and the gradient of `hidden` is this part's summand of it. With `float8` the three products are
+    made in 8 bits.
     """
-    rows = weight.shape[0] if part is None else part.most_rows
+    rows = weight.shape[0] if part is None else part.max_rows
     chunk = chunk or chunk_tokens(
         hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type, float8 is not None
     )
@@ -104,28 +105,28 @@ def linear_cross_entropy(
 
 
 def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Within ± the cap, by a tanh; None: as they are."""
+    """Return logits that a tanh keeps within ± the cap; None: unchanged."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _with_gradient(loss: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-    """The loss, whose gradient for the weight is known. A split backward looks for the place where the paths
-    of inputs and weights meet and starts its second half there, which must not be inside a function of ours:
-    here it is a plain sum.
+    """Return the loss with the known gradient for the weight.
+
+    A split backward starts its second half at the node where the paths of inputs and weights meet. That node
+    must not be our autograd function; here it is a plain sum.
     """
-    product = (
-        weight.to(gradient.dtype) * gradient
-    ).sum()  # in 16 bits the loss's factor would be rounded before its use
+    # In 16 bits the factor of the loss would be rounded before its use.
+    product = (weight.to(gradient.dtype) * gradient).sum()
     return loss + (product - product.detach())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward computes the loss and, for a loss gradient of one, both gradients; backward multiplies by the
-    real one."""
+    """Forward computes the loss and both gradients for a loss gradient of one; backward multiplies them by
+    the actual loss gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -137,54 +138,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gives_weight: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or gives_weight
-        hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
+        gradient_dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        hidden_gradient = torch.empty_like(hidden, dtype=gradient_dtype) if wants_hidden else None
         used_weight = _padded(weight, hidden.dtype)
         products = _products(hidden, used_weight, weight.shape[0], chunk, float8, compiled)
         if float8 is not None and isinstance(products, _Float8Products):
-            float8.noted.append(products.seen)
+            float8.observations.append(products.seen)
         weight_gradient = torch.zeros_like(used_weight, dtype=wide(hidden.dtype)) if wants_weight else None
-        loss_and_gradient = _chooser(hidden, compiled, part)
+        chunk_loss = _choose_chunk_loss(hidden, compiled, part)
         loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
         for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
+            rows, real = slice(start, start + chunk), weight.shape[0]
             logits = products.logits(rows)
             gradient = products.room_for_gradient(logits)
-            real, into = (tensor[:, : weight.shape[0]] for tensor in (logits, gradient))
-            loss += loss_and_gradient(real, targets[rows], into, products.scale, softcap)
-            del (
-                logits,
-                real,
-                into,
-            )  # in float8 the gradient lies beside them, and they make room for its transposed copy
+            loss += chunk_loss(logits[:, :real], targets[rows], gradient[:, :real], products.scale, softcap)
+            del logits  # in float8 it is another tensor, and makes room for the gradient's transposed copy
             products.add_gradients(gradient, rows, hidden_gradient, weight_gradient)
-            del gradient  # before the next chunk's
+            del gradient  # before that of the next chunk
         if weight_gradient is not None:
             weight_gradient = weight_gradient[: weight.shape[0]]
-        scale = 1.0 if float8 is not None else products.scale
-        ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
-        if gives_weight:
-            assert weight_gradient is not None
-            ctx.save_for_backward(hidden_gradient, None)
-            weight_gradient = weight_gradient / scale
-            ctx.mark_non_differentiable(weight_gradient)
-            return loss, weight_gradient
-        ctx.save_for_backward(hidden_gradient, weight_gradient)
-        return loss
+        ctx.scale = 1.0 if float8 is not None else products.scale
+        ctx.dtypes = hidden.dtype, weight.dtype
+        if not gives_weight:
+            ctx.save_for_backward(hidden_gradient, weight_gradient)
+            return loss
+        assert weight_gradient is not None
+        ctx.save_for_backward(hidden_gradient, None)
+        weight_gradient = weight_gradient / ctx.scale
+        ctx.mark_non_differentiable(weight_gradient)
+        return loss, weight_gradient
 
     @staticmethod
-    def backward(ctx: Any, loss_gradient: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, loss_gradient: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         factor = loss_gradient / ctx.scale
-        # In place, so that no second copy exists; a second backward is then refused by autograd's version
-        # check.
+        # In place, so that no second copy exists; autograd's version check then refuses a second backward.
         hidden, weight = (
-            None if kept is None else kept.mul_(factor).to(dtype)
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if saved is None else saved.mul_(factor).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, None, None, None, None, None, None
+        return hidden, weight, *7 * (None,)
 
 
 class _Products:
-    """Logits, and what their gradient comes to, in the dtype of the hidden states."""
+    """Computes logits, and the gradients that follow from theirs, in the dtype of the hidden states."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk: int) -> None:
         self.hidden, self.weight = hidden, weight
@@ -198,82 +194,81 @@ class _Products:
         return logits
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
-        """Where to write `scale` times the gradient of the logits: over them."""
+        """Return the tensor for `scale` times the gradient of the logits, which overwrites them."""
         return logits
 
     def add_gradients(
-        self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None
+        self, gradient: Tensor, rows: slice, hidden_gradient: Tensor | None, weight_gradient: Tensor | None
     ) -> None:
-        """Of these rows: written to the first, added to the second."""
-        if of_hidden is not None:
-            _multiply(gradient, self.weight, into=of_hidden[rows])
-        if of_weight is not None:
-            _multiply_add(gradient.t(), self.hidden[rows], into=of_weight)
+        """Write the gradient of the hidden states of these rows, and add to that of the weight."""
+        if hidden_gradient is not None:
+            _multiply(gradient, self.weight, into=hidden_gradient[rows])
+        if weight_gradient is not None:
+            _multiply_add(gradient.t(), self.hidden[rows], into=weight_gradient)
 
 
 class _Float8Products:
-    """The same in 8 bits. The gradient of a logit is at most one, so its scale is known; all chunks have one
-    scale of the hidden states."""
+    """The same in 8 bits. The gradient of a logit is at most one, so its scale is known; the hidden states of
+    all chunks have one scale."""
 
     scale = 2.0**15
-    """What the gradient is written larger by: as much as e5m2 has room for."""
+    """Factor of the gradient as it is written: the largest that fits into e5m2."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, real: int, float8: Float8, compiled: bool) -> None:
         self.dtype, self.real = hidden.dtype, real
         make_hidden, make_weight = (_compiled(quantise), _compiled(cast)) if compiled else (quantise, cast)
         self.hidden: Tensor
-        self.of_hidden: Tensor
-        self.hidden, self.of_hidden, seen = make_hidden(
+        self.hidden_scale: Tensor
+        self.hidden, self.hidden_scale, seen = make_hidden(
             hidden, float8.input.value, E4M3, float8.dynamic, float8.plain
         )
-        self.of_weight = float8.weight.value
-        self.weight = make_weight(weight, self.of_weight, None if float8.plain else E4M3)
+        self.weight_scale = float8.weight.value
+        self.weight = make_weight(weight, self.weight_scale, None if float8.plain else E4M3)
         self.gradient_dtype = hidden.dtype if float8.plain else E5M2
-        self.of_gradient = torch.full_like(self.of_weight, self.scale)
-        self.turned: Tensor | None = None
+        self.gradient_scale = torch.full_like(self.weight_scale, self.scale)
+        self.weight_transposed: Tensor | None = None
         self.seen = torch.stack((seen, torch.zeros_like(seen)))
 
     def logits(self, rows: slice) -> Tensor:
-        return multiply(self.hidden[rows], self.weight.t(), self.of_hidden, self.of_weight, self.dtype)
+        return multiply(self.hidden[rows], self.weight.t(), self.hidden_scale, self.weight_scale, self.dtype)
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
-        """Beside them, with zeros where the padding is."""
+        """Return a new tensor for `scale` times the gradient of the logits, with zeros in the padding."""
         room = torch.empty_like(logits, dtype=self.gradient_dtype)
         room[:, self.real :].zero_()
         return room
 
     def add_gradients(
-        self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None
+        self, gradient: Tensor, rows: slice, hidden_gradient: Tensor | None, weight_gradient: Tensor | None
     ) -> None:
-        """Of these rows: written to the first, added to the second."""
-        if of_hidden is not None:
-            if self.turned is None:
-                self.turned = transposed(self.weight)
-            of_hidden[rows] = multiply(
-                gradient, self.turned.t(), self.of_gradient, self.of_weight, of_hidden.dtype
+        """Write the gradient of the hidden states of these rows, and add to that of the weight."""
+        if hidden_gradient is not None:
+            if self.weight_transposed is None:
+                self.weight_transposed = transposed(self.weight)
+            right, dtype = self.weight_transposed.t(), hidden_gradient.dtype
+            hidden_gradient[rows] = multiply(gradient, right, self.gradient_scale, self.weight_scale, dtype)
+        if weight_gradient is not None:
+            left, right, dtype = (
+                transposed(gradient),
+                transposed(self.hidden[rows]).t(),
+                weight_gradient.dtype,
             )
-        if of_weight is not None:
-            hidden = transposed(self.hidden[rows])
-            of_weight += multiply(
-                transposed(gradient), hidden.t(), self.of_gradient, self.of_hidden, of_weight.dtype
-            )
+            weight_gradient += multiply(left, right, self.gradient_scale, self.hidden_scale, dtype)
 
 
 def _products(
     hidden: Tensor, weight: Tensor, real: int, chunk: int, float8: Float8 | None, compiled: bool = False
 ) -> _Products | _Float8Products:
-    """Of a weight whose first `real` rows are no padding."""
-    return (
-        _Products(hidden, weight, chunk)
-        if float8 is None
-        else _Float8Products(hidden, weight, real, float8, compiled)
-    )
+    """Return the products of a weight whose rows after the first `real` are padding."""
+    if float8 is None:
+        return _Products(hidden, weight, chunk)
+    return _Float8Products(hidden, weight, real, float8, compiled)
 
 
 _ChunkLoss = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
 
 
-def _chooser(hidden: Tensor, compiled: bool, part: VocabularyPart | None) -> _ChunkLoss:
+def _choose_chunk_loss(hidden: Tensor, compiled: bool, part: VocabularyPart | None) -> _ChunkLoss:
     if part is not None:
         return functools.partial(_chunk_loss_and_gradient_of_part, part=part)
     if hidden.is_cuda and hidden.dtype != torch.float64:
@@ -286,11 +281,11 @@ def _chooser(hidden: Tensor, compiled: bool, part: VocabularyPart | None) -> _Ch
 def _chunk_loss_and_gradient(
     logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Summed loss of one chunk; `scale` times the gradient of the logits is written to `into`, which may be
-    the logits.
+    """Return the summed loss of a chunk, and write `scale` times the gradient of the logits to `into`, which
+    may be the logits.
 
-    Written for a compiler: one-hot is a comparison of indices, so everything fuses into a pass for the
-    softmax statistics and a pass that writes the gradient.
+    It is written for the compiler: one-hot is a comparison of indices, so everything fuses into a pass for
+    the softmax statistics and a pass that writes the gradient.
     """
     valid = targets != IGNORED
     scores = logits if softcap is None else cap_logits(logits.to(wide(logits.dtype)), softcap)
@@ -305,26 +300,25 @@ def _chunk_loss_and_gradient(
 
 
 def _slope(capped: Tensor, softcap: float) -> Tensor:
-    """The derivative of capped logits by the plain ones: 1 - tanh²."""
+    """Return the derivative of capped logits by the plain ones: 1 - tanh²."""
     return 1 - (capped / softcap).square()
 
 
 def _chunk_loss_and_gradient_of_part(
     logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None, part: VocabularyPart
 ) -> Tensor:
-    """The same where these logits are those of a part of the vocabulary."""
+    """Return the same as `_chunk_loss_and_gradient` for logits of a part of the vocabulary."""
     valid = targets != IGNORED
     scores = cap_logits(logits.to(wide(logits.dtype)), softcap)
     slope = None if softcap is None else _slope(scores, softcap)
     lowest = scores.new_full((scores.shape[0], 1), -math.inf)  # a part may be empty
     peak = part.maximum(torch.cat((scores, lowest), 1).amax(1))
     scores = scores - peak.unsqueeze(1)
-    one_hot = torch.arange(
-        part.first, part.first + scores.shape[1], device=scores.device
-    ) == targets.unsqueeze(1)
-    own = torch.where(one_hot, scores, 0.0).sum(1)
+    ids = torch.arange(part.first, part.first + scores.shape[1], device=scores.device)
+    one_hot = ids == targets.unsqueeze(1)
+    target_scores = torch.where(one_hot, scores, 0.0).sum(1)
     exponentials = scores.exp_()
-    sums, chosen = part.total(torch.stack((exponentials.sum(1), own)))
+    sums, chosen = part.total(torch.stack((exponentials.sum(1), target_scores)))
     gradient = exponentials.div_(sums.unsqueeze(1)).sub_(one_hot.to(scores.dtype))
     gradient = gradient if slope is None else gradient.mul_(slope)
     into.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
@@ -349,18 +343,17 @@ def _loss_alone(
     products = _products(hidden, used_weight, weight.shape[0], chunk, float8)
     for start in range(0, hidden.shape[0], chunk):
         logits = products.logits(slice(start, start + chunk))[:, : weight.shape[0]]
-        goals = targets[start : start + chunk]
+        chosen = targets[start : start + chunk]
         if part is not None:
-            loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, logits, 1.0, softcap, part)
+            loss = loss + _chunk_loss_and_gradient_of_part(logits, chosen, logits, 1.0, softcap, part)
         else:
-            loss = loss + F.cross_entropy(
-                cap_logits(logits.to(loss.dtype), softcap), goals, ignore_index=IGNORED, reduction="sum"
-            )
+            scores = cap_logits(logits.to(loss.dtype), softcap)
+            loss = loss + F.cross_entropy(scores, chosen, ignore_index=IGNORED, reduction="sum")
     return loss
 
 
 def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in this dtype, with rows of zeros up to a round number of them."""
+    """Return the weight in this dtype, with rows of zeros up to a round number of rows."""
     missing = -weight.shape[0] % ROUND_ROWS["cpu" if weight.device.type == "cpu" else "cuda"]
     if not missing:
         return weight.to(dtype)
@@ -370,7 +363,7 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
-    """into = left @ right, rounded only to the dtype of `into`."""
+    """Write left @ right to `into`, rounded only to the dtype of `into`."""
     if multiplies_in_float32(into.dtype, into.device.type):
         into.copy_(torch.mm(left.float(), right.float(), out=into.new_empty(into.shape, dtype=torch.float32)))
     elif left.dtype == into.dtype:
@@ -382,15 +375,11 @@ def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
 
 
 def _multiply_add(left: Tensor, right: Tensor, into: Tensor) -> None:
-    """into += left @ right, summed in the dtype of `into`: rounding each partial sum to 8 bits would lose the
-    later ones."""
+    """Add left @ right to `into`, in the dtype of `into`: with 8 bits of fraction, later summands would be
+    lost."""
     if left.dtype == into.dtype:
         torch.addmm(into, left, right, out=into)
     elif left.is_cuda:
         torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
         torch.addmm(into, left.to(into.dtype), right.to(into.dtype), out=into)
-
-
-def _kept(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float16 else dtype

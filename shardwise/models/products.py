@@ -12,13 +12,11 @@ inputs in bfloat16 for backward; attention keeps them in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import cpu_multiplies_bfloat16
+from shardwise._torch import AutogradContext, cpu_multiplies_bfloat16
 
 CPU_MULTIPLIES_BFLOAT16 = cpu_multiplies_bfloat16()
 """Whether this processor has instructions for bfloat16 products."""
@@ -30,7 +28,7 @@ def multiplies_in_float32(dtype: torch.dtype, device_type: str) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: (..., inputs) and (outputs, inputs) to (..., outputs)."""
+    """Return `F.linear`: (..., outputs) from (..., inputs) and a weight (outputs, inputs)."""
     if not multiplies_in_float32(x.dtype, x.device.type):
         return F.linear(x, weight, bias)
     product: Tensor = _RoundedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -38,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`."""
+    """Return the matrix product `left @ right`."""
     if not multiplies_in_float32(left.dtype, left.device.type):
         return left @ right
     with torch.autocast("cpu", enabled=False):
@@ -46,7 +44,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> Tensor:
-    """`F.scaled_dot_product_attention` to where the mask is True; None: causal."""
+    """Return `F.scaled_dot_product_attention` to where the mask is True; None: causal."""
     causal = mask is None
     if not multiplies_in_float32(query.dtype, query.device.type):
         return F.scaled_dot_product_attention(
@@ -54,27 +52,28 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, en
         )
     with torch.autocast("cpu", enabled=False):
         q, k, v = query.float(), key.float(), value.float()
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=enable_gqa).to(
-            query.dtype
-        )
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=enable_gqa)
+        return mixed.to(query.dtype)
 
 
 class _RoundedLinear(torch.autograd.Function):
     """`F.linear` of bfloat16 tensors in float32. Forward and backward round each result once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         with torch.autocast("cpu", enabled=False):
             return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: AutogradContext, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1]).float()  # (n, outputs)
         return (
-            (rows @ weight.float()).to(x.dtype).view(x.shape) if of_x else None,
-            (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if of_weight else None,
-            rows.sum(0).to(weight.dtype) if of_bias else None,
+            (rows @ weight.float()).to(x.dtype).view(x.shape) if needs_x else None,
+            (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if needs_weight else None,
+            rows.sum(0).to(weight.dtype) if needs_bias else None,
         )

@@ -30,7 +30,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class Rotary(ExactBuffers):
-    """Holds the frequencies, in float64 whatever the model is cast to; gives the angles of a sequence."""
+    """Computes the angles of a sequence. Its frequencies stay float64 whatever the model is cast to."""
 
     frequencies: Tensor
 
@@ -39,7 +39,7 @@ class Rotary(ExactBuffers):
         self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """Angles of these positions (sequence), for activations of this dtype."""
+        """Return the angles of these positions (sequence) for activations of this dtype."""
         angles = torch.outer(positions.double(), self.frequencies).unsqueeze(1)  # (sequence, 1, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -47,9 +47,9 @@ class Rotary(ExactBuffers):
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Turn (batch, sequence, heads, head_dim) by its angles.
+    """Return (batch, sequence, heads, head_dim) rotated by its angles.
 
-    The halves trade places by a flip rather than a slice and a concatenation: to a compiler that is index
+    The halves are swapped by a flip instead of a slice and a concatenation: the compiler turns it into index
     arithmetic inside the same kernel, forward and backward.
     """
     cos, sin = angles
@@ -58,7 +58,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def rotary_frequencies(config: Model) -> Tensor:
-    """Radians a position, for each pair of channels: float64, (head_dim / 2)."""
+    """Return the radians per position of each pair of channels: float64, (head_dim / 2)."""
     channels = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
     frequencies = config.rope_theta ** (-channels / config.head_dim)
     return frequencies if config.rope_scale == 1.0 else _stretch(frequencies, config)

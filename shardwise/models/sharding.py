@@ -1,7 +1,7 @@
-"""The names of a sharding table, for users' own modules: `from shardwise.models.sharding import Sharding,
-columns, rows`.
+"""The names of a sharding table, for users' modules: `from shardwise.models.sharding import Sharding,
+columns`.
 
-What they mean is said where they are defined, in plan/sharding.py, which needs no torch.
+plan/sharding.py, which needs no torch, defines and explains them.
 """
 
 from shardwise.plan.sharding import (

@@ -12,5 +12,5 @@ _WIDE = {dtype: DTYPES[dtypes.wide(name)] for name, dtype in DTYPES.items()}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of this dtype are summed: float64 for float64, else float32."""
+    """Return the dtype in which numbers of this dtype are summed: float64 for float64, else float32."""
     return _WIDE[dtype]

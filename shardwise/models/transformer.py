@@ -5,9 +5,9 @@ configuration says.
     block:   x + attention(norm(x)),  then  x + feed_forward(norm(x))
              (with post norms: x + norm(attention(norm(x))), …)
 
-The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how
-many heads share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a
-head of its own or the embedding again. A plain module, full-size: it knows no ranks. It can be built without
+The families differ only in a few choices: RMSNorm or LayerNorm, rotary or learned positions, how many heads
+share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a separate head
+or the embedding as the head. It is a plain module of full size, which knows no ranks. It can be built without
 memory for its weights (models/unallocated.py), parallelised, materialised with `to_empty`, and then given its
 values (models/initialise.py).
 
@@ -23,7 +23,7 @@ Mixed precision: embeddings give vectors in their `compute_dtype`; every later l
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -54,33 +54,34 @@ class Block(nn.Module):
         self.feed_forward_post_norm = make_norm(config) if config.post_norms else nn.Identity()
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
-        """(batch, sequence, hidden) to the same."""
+        """Return the new residual stream: (batch, sequence, hidden), as the input."""
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), angles, mask))
         result: Tensor = x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
         return result
 
 
 class Head(nn.Module):
-    """Scores of every token of the vocabulary, or the loss that they come to."""
+    """Computes the logits of every token of the vocabulary, or the loss."""
 
     def __init__(self, weight: Tensor, softcap: float | None = None) -> None:
         super().__init__()
         assert isinstance(weight, nn.Parameter)
         self.weight = weight
         self.softcap = softcap
-        """logits are kept within ± this; None: they are not."""
+        """Bound of the logits' magnitudes; None: they have none."""
         self.compiled = False
-        """compile the elementwise part of the loss; worth it on GPUs."""
+        """Whether the elementwise part of the loss is compiled, which pays on GPUs."""
         self.split_backward = False
-        """allow backward in two halves, as zero-bubble pipelines run it."""
+        """Whether backward may run in two halves, as in zero-bubble pipelines."""
         self.chunk: int | None = None
-        """tokens whose logits exist at once; None: as many as the budget allows (plan/chunks.py)."""
+        """Number of tokens whose logits exist at once; None: as many as the budget allows
+        (plan/chunks.py)."""
         self.float8: Float8 | None = None
-        """How its products are made in 8 bits, if they are."""
+        """Its products in 8 bits; None: they are made in the dtype of the hidden states."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
-        """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at
-        all."""
+        """Return the loss of hidden states (batch, sequence, hidden), summed over targets; without targets
+        the logits at all positions, or at the position `at`."""
         if targets is not None:
             return linear_cross_entropy(
                 hidden.flatten(0, 1),
@@ -99,9 +100,9 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """The whole model, from token ids to a summed loss or to logits.
 
-    It can be cut into stages (sharding table below): a stage lacks some blocks, and what it lacks before or
-    after them is None. Its input is then the hidden states of the stage before, or its output those for the
-    next.
+    It can be cut into pipeline stages: a stage lacks some blocks, and the modules that it lacks before or
+    after them are None. Its inputs are then hidden states of the previous stage, or its outputs are hidden
+    states for the next.
     """
 
     def __init__(self, config: Model) -> None:
@@ -116,8 +117,9 @@ class Transformer(nn.Module):
         self.window_mask = None if config.window is None else AttentionMask(config.window)
         self.blocks: nn.Module = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm: nn.Module | None = make_norm(config)
-        own = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
-        self.head: Head | None = Head(self.embedding.weight if own is None else own, config.logit_softcap)
+        shape = config.vocabulary, config.hidden
+        weight = self.embedding.weight if config.tied else nn.Parameter(torch.empty(shape))
+        self.head: Head | None = Head(weight, config.logit_softcap)
 
     def forward(
         self,
@@ -127,22 +129,21 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         logits_at: int | None = None,
     ) -> Tensor:
-        """The loss of token ids (batch, sequence), summed over the targets that are not -100; without targets
-        the logits at every position, or (batch, vocabulary) at the position `logits_at`. A stage without the
-        head returns hidden states.
+        """Return the loss of token ids (batch, sequence), summed over the targets that are not -100.
 
-        `documents` is where in the sequence the document of each token begins; a token then looks only at its
-        own, and learned positions count from there. `positions` are where the tokens are in the sequence,
-        where `inputs` are not all of it from the first on; rotary ones keep counting through documents, which
-        attention within one cannot notice.
+        Without targets it returns the logits at every position, or (batch, vocabulary) at the position
+        `logits_at`. A stage without the head returns hidden states.
+
+        `documents` (batch, sequence) says where the document of each token begins; a token then sees only its
+        document, and learned positions count from there. `positions` are the tokens' positions, where
+        `inputs` are not the whole sequence. Rotary positions count on through documents: attention inside a
+        document depends only on their differences.
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = (
-            inputs
-            if self.embedding is None
-            else self._embed(inputs, positions if documents is None else positions - documents)
-        )
+        x = inputs
+        if self.embedding is not None:
+            x = self._embed(inputs, positions if documents is None else positions - documents)
         angles = None if self.rotary is None else self.rotary(positions, x.dtype)
         mask = self.mask(documents, positions)
         in_window = mask if self.window_mask is None else self.window_mask(documents, positions)
@@ -153,9 +154,9 @@ class Transformer(nn.Module):
         result: Tensor = self.head(self.norm(x), targets, logits_at)
         return result
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
-        """What `to`, `to_empty` and the like do; torch would make two weights of a tied one that changes its
-        device."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        """Apply `fn` as `to` and `to_empty` do. torch would make two weights of a tied one whose device
+        changes."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head._parameters["weight"] = self.embedding._parameters["weight"]
@@ -170,5 +171,5 @@ class Transformer(nn.Module):
 
     @property
     def sharding(self) -> Sharding:
-        """How the model may be split over devices."""
+        """The table that says how the model may be split over devices."""
         return transformer_sharding(self.config)

@@ -1,26 +1,25 @@
-"""A user's own `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
+"""A user's `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
 
-The file is run once a process; the class (or function) in it is called with the job's `Model` section so that
-a model of any size is built without memory for its weights (models/unallocated.py). What it returns is
+The file is run once per process; its class (or function) is called with the job's `Model` section, inside a
+context that builds a model of any size without memory for its weights (models/unallocated.py). The module is
 trained like the transformer, provided that it keeps the contract of docs/sharding.md: `forward(inputs,
-targets)` is the loss summed over targets, `forward(inputs, None)` the logits. Whatever else the loop has to
-say (documents, positions, the one position to sample from) reaches `forward` only if it has an argument of
-that name.
+targets)` returns the loss summed over targets, `forward(inputs, None)` the logits. Other arguments
+(documents, positions, the position to sample from) are passed only if `forward` has an argument of that name.
 
-To the rest of shardwise the module then looks like the transformer. An `Adapted` module takes its place, with
-the same parameters under the same names (models/replace.py), and its `forward` translates.
+To the rest of shardwise the module then looks like the transformer: an `Adapted` module takes its place, with
+the same parameters under the same names (models/replace.py), and its `forward` translates the arguments.
 
-A loss is divided by the tokens that have a target, unless the module counts something else in a method
-`count_items(inputs, targets)`: sequences, say, where it finds one class for each. It is a method and not a
+A loss is divided by the number of tokens with a target, unless the module counts something else in a method
+`count_items(inputs, targets)`: sequences, say, if it predicts one class for each. It is a method and not a
 second result of `forward`, because the first backward of a step is scaled by the count of the whole global
-batch, when most forwards are still to come.
+batch, before most forwards.
 
-Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16
-and float16 a module runs under torch's autocast, whether its weights are float32 masters (one device, zero =
-0) or come cast from FSDP2. What `nn.Embedding` looks up is cast as in the transformer, since autocast would
-leave the residual stream in float32 in one case and not in the other, and a layout would round differently
-from one device. A plain `nn.Embedding` is replaced by the transformer's kind, which sums its gradient in
-float32 (models/layers.py); one with options of its own keeps torch's sum, and a `Cast` takes its place.
+Mixed precision: shardwise's layers follow the dtype of their input; other layers do not. So in bfloat16 and
+float16 a module runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0)
+or arrive cast from FSDP2. The vectors of an `nn.Embedding` are cast as in the transformer: autocast would
+leave the residual stream in float32 in one of the two cases, and layouts would round differently. A plain
+`nn.Embedding` is replaced by the transformer's kind, which sums its gradient in float32 (models/layers.py);
+an embedding with further options keeps torch's sum, and a `Cast` takes its place.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,65 +53,58 @@ OPTIONAL = ("documents", "positions", "logits_at")
 WHAT_TO_RETURN = (
     "Return the loss, one number, summed over the targets that are not -100, for example "
     'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"): shardwise divides by the '
-    "number of such targets "
-    "in the global batch. If it is to be divided by something else, add a method count_items(inputs, "
-    "targets) that says by what"
+    "number of such targets in the global batch. If it is to be divided by something else, add a method "
+    "count_items(inputs, targets) that says by what"
 )
 """Advice for a `forward` that returns something else where it gets targets."""
 MIXED = (torch.bfloat16, torch.float16)
-"""Dtypes to compute in while weights are kept in float32."""
+"""Computing dtypes for which master weights are float32."""
 
 
-def build_own(model: Model) -> nn.Module:
-    """Call what `model.module` names; inside of `weights_without_memory()`, whoever calls this sees to
-    that."""
-    make, where = _find(model), f"model.module = {model.module!r}"
+def build_user_module(model: Model) -> nn.Module:
+    """Return a new module of the class that `model.module` names. Call it inside of
+    `weights_without_memory()`."""
+    make, where = _constructor(model), f"model.module = {model.module!r}"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "error", message=".*copying from a non-meta parameter"
-            )  # which would do nothing
+            # Such a copy would do nothing.
+            warnings.filterwarnings("error", message=".*copying from a non-meta parameter")
             module = make(model)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise UserError(
-                f"{where}: one weight alone takes more than this machine's memory ({_line(error, model)}); a "
-                f"constructor "
-                "makes one at a time, so make it in parts"
+                f"{where}: one weight alone takes more than this machine's memory "
+                f"({_location(error, model)}); a constructor makes one at a time, so make it in parts"
             ) from error
         raise UserError(
-            f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is "
-            f"called with the "
-            "[model] section; its weights are on torch's meta device, without values, and get them "
-            "later from "
-            "initial_value(name, shape, seed), also those of a pretrained part (docs/sharding.md)"
+            f"{where}: could not be built: {type(error).__name__}: {error} ({_location(error, model)}). "
+            "It is called with the [model] section; its weights are on torch's meta device, without values, "
+            "and get them later from initial_value(name, shape, seed), also those of a pretrained part "
+            "(docs/sharding.md)"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
             f"{where}: gave {type(module).__name__}, not a torch.nn.Module; name a class or a function that "
-            f"makes one"
+            "makes one"
         )
     return module
 
 
-def _find(model: Model) -> Callable[[Model], Any]:
+def _constructor(model: Model) -> Callable[[Model], object]:
     path, name = locate_module(model)
     where, file = f"model.module = {model.module!r}", path.name
     try:
         loaded = _load(path)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error, model)})"
+            f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_location(error, model)})"
         ) from error
     make = getattr(loaded, name, None)
     if not callable(make):
-        names = [
-            key
-            for key, value in vars(loaded).items()
-            if getattr(value, "__module__", None) == loaded.__name__
-        ]
+        contents = vars(loaded).items()
+        names = [key for key, value in contents if getattr(value, "__module__", None) == loaded.__name__]
         raise UserError(
             f"{where}: {file} has no class or function {name}; it has {', '.join(names) or 'none at all'}"
         )
@@ -134,15 +125,15 @@ def _load(path: Path) -> ModuleType:
     return loaded
 
 
-def _line(error: BaseException, model: Model) -> str:
-    """Where an exception came from: the last line of the user's own file that was on the way to it."""
+def _location(error: BaseException, model: Model) -> str:
+    """Return the last line of the user's file in the traceback of an exception."""
     file = str(Path(str(model.module).rpartition(":")[0]).resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}, line {lines[-1]}" if lines else file
 
 
-def accepted(module: nn.Module) -> set[str]:
-    """Return those of the optional arguments that the forward of a user's module has."""
+def accepted_arguments(module: nn.Module) -> set[str]:
+    """Return the optional arguments that the forward of a user's module has."""
     if isinstance(module, Adapted):
         return module.accepted_arguments
     parameters = inspect.signature(module.forward).parameters
@@ -151,30 +142,28 @@ def accepted(module: nn.Module) -> set[str]:
 
 
 def counts_items(module: nn.Module) -> bool:
-    """Whether the module says itself what its loss is divided by."""
+    """Return whether the module itself counts what its loss is divided by."""
     return hasattr(module, "count_items")
 
 
 def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """How many items the module's loss of these sequences is a sum over: one number, where the inputs are,
-    not waited for."""
-    given = module.count_items(inputs, targets)  # type: ignore[operator]
-    count = torch.as_tensor(given, device=inputs.device) if isinstance(given, Tensor | int | float) else None
-    senseless = isinstance(given, int | float) and not 0 <= given < math.inf
-    if count is None or count.ndim or senseless:
-        what = (
-            str(given)
-            if senseless
-            else type(given).__name__
-            if count is None
-            else f"a tensor of shape {tuple(count.shape)}"
-        )
-        raise UserError(
-            f"{name_of(module)}.count_items gave {what}; it must give one number, how many items the "
-            f"loss of these targets "
-            "is a sum over, for example (targets[:, -1] != -100).sum()"
-        )
-    return count.double()
+    """Return the number of items in the module's loss of these sequences: a tensor on the inputs' device,
+    without waiting for it."""
+    result = module.count_items(inputs, targets)  # type: ignore[operator]
+    if isinstance(result, Tensor | int | float):
+        count = torch.as_tensor(result, device=inputs.device)
+        if isinstance(result, Tensor):
+            fault = f"a tensor of shape {tuple(count.shape)}" if count.ndim else None
+        else:
+            fault = None if 0 <= result < math.inf else str(result)
+        if fault is None:
+            return count.double()
+    else:
+        fault = type(result).__name__
+    raise UserError(
+        f"{name_of(module)}.count_items gave {fault}; it must give one number, how many items the loss of "
+        "these targets is a sum over, for example (targets[:, -1] != -100).sum()"
+    )
 
 
 class Adapted(Replacement):
@@ -184,7 +173,7 @@ class Adapted(Replacement):
     """The name of the user's class, for messages."""
     adapted_dtype: torch.dtype
     accepted_arguments: set[str]
-    """Those of the optional arguments that the user's forward has."""
+    """Names of the optional arguments that the user's forward has."""
 
     def forward(
         self,
@@ -194,8 +183,8 @@ class Adapted(Replacement):
         positions: Tensor | None = None,
         logits_at: int | None = None,
     ) -> Tensor:
-        """The loss, or without targets the logits, which the user's forward returns for the arguments that it
-        has."""
+        """Return the loss, or without targets the logits, of the user's forward, called with the arguments
+        that it has."""
         given = {"documents": documents, "positions": positions, "logits_at": logits_at}
         known, dtype = self.accepted_arguments, self.adapted_dtype
         more = {name: value for name, value in given.items() if value is not None and name in known}
@@ -208,29 +197,30 @@ class Adapted(Replacement):
         return logits if chosen is None else _logits_at(logits, chosen, self.adapted_name)
 
     def extra_repr(self) -> str:
-        """What the module says of itself, and what is done to its results."""
+        """Return the module's own description, and how it is run."""
         autocast = "under autocast" if self.adapted_dtype in MIXED else "as it is"
         adapted = f"run {autocast}, logits in {_short(self.adapted_dtype)}"
         return join_texts(super().extra_repr(), adapted)
 
 
 class Cast(Replacement):
-    """An embedding with options of its own, whose vectors are cast to the computing dtype."""
+    """An embedding with further options, whose vectors are cast to the computing dtype."""
 
     cast_dtype: torch.dtype
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The embedding's own, cast."""
-        return super().forward(*inputs, **named).to(self.cast_dtype)
+    def forward(self, *inputs: object, **named: object) -> Tensor:
+        """Return the embedding's vectors, cast."""
+        vectors: Tensor = super().forward(*inputs, **named)
+        return vectors.to(self.cast_dtype)
 
     def extra_repr(self) -> str:
-        """What the embedding says of itself, and the dtype of its vectors."""
+        """Return the embedding's own description, and the dtype of its vectors."""
         return join_texts(super().extra_repr(), f"cast to {_short(self.cast_dtype)}")
 
 
 def adapt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a module that takes the place of a user's: it is called as the transformer is, and computes in
-    that dtype."""
+    """Return a module that takes the place of a user's module: it is called like the transformer, and
+    computes in that dtype."""
     replacements: dict[nn.Module, nn.Module] = {}
     if dtype in MIXED:
         embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
@@ -240,18 +230,18 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         Adapted,
         adapted_name=type(module).__name__,
         adapted_dtype=dtype,
-        accepted_arguments=accepted(module),
+        accepted_arguments=accepted_arguments(module),
     )
     return put_in_place(module, replacements)
 
 
 def _in_dtype(part: nn.Embedding, dtype: torch.dtype) -> nn.Module:
-    """Return an embedding that takes the place of this one and gives vectors in that dtype."""
-    return Embedding.of(part) if _is_plain(part) else replacement(part, Cast, cast_dtype=dtype)
+    """Return an embedding that takes the place of this one and whose vectors have that dtype."""
+    return Embedding.from_plain(part) if _is_plain(part) else replacement(part, Cast, cast_dtype=dtype)
 
 
 def name_of(module: nn.Module) -> str:
-    """Return the name of a module's class, which is the user's where it is a user's module."""
+    """Return the name of a module's class; for an adapted module, that of the user's class."""
     return module.adapted_name if isinstance(module, Adapted) else type(module).__name__
 
 
@@ -260,22 +250,19 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """An embedding without behaviour of its own."""
-    return (
-        type(part) is nn.Embedding
-        and part.max_norm is None
-        and not part.scale_grad_by_freq
-        and not part.sparse
-    )
+    """Return whether an embedding has none of the further options of `nn.Embedding`."""
+    if type(part) is not nn.Embedding:
+        return False
+    return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
 
 
-def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[object]:
     if dtype not in MIXED or device_type == "meta":
         return nullcontext()
     return torch.autocast(device_type, dtype)
 
 
-def _checked_logits(result: Any, name: str) -> Tensor:
+def _checked_logits(result: object, name: str) -> Tensor:
     if isinstance(result, Tensor) and result.ndim >= 2:
         return result
     raise UserError(
@@ -292,7 +279,7 @@ def _logits_at(logits: Tensor, position: int, name: str) -> Tensor:
     return logits[:, position]
 
 
-def _checked_loss(result: Any, name: str) -> Tensor:
+def _checked_loss(result: object, name: str) -> Tensor:
     if isinstance(result, Tensor) and result.ndim == 0:
         return result
     returned = (

@@ -1,4 +1,4 @@
-"""Updates of sharded weights, schedules, loss scaling, global clipping."""
+"""Updates of sharded weights, loss scaling and the global norm of gradients."""
 
 from shardwise.optim.loss_scaling import LossScale
 from shardwise.optim.norm import first_non_finite, global_norm, local, sharded_axes

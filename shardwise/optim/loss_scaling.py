@@ -2,10 +2,8 @@
 
 float16 loses gradients below 6e-8, so the loss is multiplied by a large scale before backward and gradients
 are divided by it before the update. A gradient that overflows means the scale was too large: that step is
-skipped and the scale halves. After `scale_every` clean steps in a row the scale doubles, to creep back
-towards the largest that works.
-
-The other precisions need none of it: their scale is 1 and never moves.
+skipped and the scale halves. After `scale_every` clean steps in a row the scale doubles, to return to the
+largest one that works. The other precisions need no scale: theirs is always 1.
 """
 
 from __future__ import annotations
@@ -15,12 +13,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale and the run of clean steps behind it. A value: each step returns the next one."""
+    """The loss scale of a step; `after` returns that of the next step."""
 
     value: float
     grow_every: int
+    """Number of clean steps in a row after which the scale doubles."""
     clean_steps: int = 0
+    """Number of steps without overflow since the scale last changed."""
     dynamic: bool = True
+    """Whether the scale may change, as it does in float16."""
 
     @staticmethod
     def first(precision: str, initial: float, grow_every: int) -> LossScale:
@@ -30,7 +31,7 @@ class LossScale:
         return LossScale(1.0, grow_every, dynamic=False)
 
     def after(self, overflowed: bool) -> LossScale:
-        """The scale of the next step."""
+        """Return the scale of the next step."""
         if not self.dynamic:
             return self
         if overflowed:

@@ -1,10 +1,10 @@
-"""The exact global gradient norm, whatever the sharding.
+"""The exact global gradient norm, for any sharding.
 
 A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over those
 axes and no others (a replicated gradient summed over its replicas would count several times). Parameters are
-grouped by the axes they are sharded over; each group costs one all-reduce of a single number. The groups are
-taken in the order of their names, so that all ranks ask for the same sums in the same order, whichever
-parameters they hold.
+grouped by the axes they are sharded over, and each group costs one all-reduce of a single number per axis.
+All ranks go through the groups in the order of their names, so they make the same sums in the same order,
+whichever parameters they hold.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from shardwise.models.torch_dtypes import wide
 
 
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
-    """The 2-norm of all gradients together, the same number on every rank, in float32 or better."""
+    """Return the 2-norm of all gradients together, the same number on every rank, in float32 or better."""
     pieces: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
-    dtypes = set()  # of weights: where all of a pipeline stage are frozen, there is no gradient to ask
+    dtypes = set()  # dtypes of weights, because a pipeline stage of frozen weights has no gradients
     for parameter in parameters:
         dtypes.add(wide(parameter.dtype))
         if parameter.grad is not None:
-            pieces[sharded_axes(parameter.grad)].append(numbers(parameter.grad))
-    total = torch.zeros(
-        (), device=comm.device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    )
+            pieces[sharded_axes(parameter.grad)].append(local_values(parameter.grad))
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    total = torch.zeros((), device=comm.device, dtype=widest)
     for axes, gradients in sorted(pieces.items()):
         squares = _sum_of_squares(gradients).to(comm.device)  # offloaded gradients are in host memory
         for axis in axes:
             comm.all_reduce(squares, axis)
         total = total + squares
-    return comm.all_reduce(total, "pipeline").sqrt()  # each stage has other parameters
+    return comm.all_reduce(total, "pipeline").sqrt()  # each stage has different parameters
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
@@ -45,7 +44,7 @@ def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Names of the mesh axes a tensor is split over; none for a plain tensor."""
+    """Return the names of the mesh axes that a tensor is split over; none for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names
@@ -58,18 +57,18 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The piece of a tensor that this rank holds."""
+    """Return the piece of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def numbers(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that this rank holds; of a sparse one, those of its rows."""
+def local_values(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient that this rank holds; for a sparse one, those of its rows."""
     return gradient.values() if gradient.is_sparse else local(gradient)
 
 
 def first_non_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The first parameter, in model order, whose gradient on this rank has a NaN or an infinity."""
+    """Return the name of the first parameter whose gradient on this rank has a NaN or an infinity."""
     for name, parameter in named:
-        if parameter.grad is not None and not torch.isfinite(numbers(parameter.grad)).all():
+        if parameter.grad is not None and not torch.isfinite(local_values(parameter.grad)).all():
             return name
     return None

@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter when it is updated."""
+"""The part of a parameter, with gradient and state, that a rank updates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Piece:
     gradient: Tensor
     slots: tuple[Tensor, ...]
     step: Tensor
-    """The number of steps done, a float32 scalar."""
+    """Number of steps done, a float32 scalar."""
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield (weight, gradient, slots…) of so many numbers at a time; all at once where they do not lie
-        one after the other."""
+        """Yield (weight, gradient, slots…) in chunks of `size` numbers; all at once where a tensor is not
+        contiguous."""
         tensors = (self.weight, self.gradient, *self.slots)
         if self.weight.numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):
             yield tensors

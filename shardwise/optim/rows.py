@@ -1,15 +1,15 @@
-"""Updates of the rows that a sparse gradient has, and of weights that others change meanwhile.
+"""Updates of the rows that a sparse gradient has, and of weights that several processes share.
 
 **Rows.** A batch looks up some rows of a table (`nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`), and
-only these have a gradient. A dense one would be zeros elsewhere, and an update of the whole table would take
-as long as the table is large. Here weights and states of the other rows stay as they are: their momenta do
-not decay while nobody looks them up, as in torch's SparseAdam. That is not the dense update to the bit, but
-costs what the batch costs. Gradients come coalesced: each row once, in order.
+only these have a gradient. A dense gradient would be zeros elsewhere, and an update of the whole table would
+take time in proportion to the table. Here weights and states of the other rows do not change: their momenta
+do not decay while no batch looks them up, as in torch's SparseAdam. The result differs from the dense update,
+but the cost depends on the batch only. Gradients arrive coalesced: each row once, in order.
 
-**Shared.** Where several processes update the same tensors without a lock, each number is changed by adding
-to it, so that what another adds meanwhile stays. The optimizer is told (`update_shared`), because of two
-states one may be read before another's update and one after it. That takes several passes over a dense
-gradient where a fused kernel takes one.
+**Shared.** Where several processes update the same tensors without a lock, each adds its change, so that what
+another process adds meanwhile is not lost. The optimizer has a rule for it (`update_shared`), because it may
+read one state before another process's update and a second state after it. Several passes over a dense
+gradient take the place of the one pass of a fused kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def update_rows(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and (parameter.grad.is_sparse or shared):
-                if not skip:  # to know which rows there are, one has waited for the device already
+                if not skip:  # the host has waited for the device before, to know the rows
                     _update(optimizer, parameter, lr, group["weight_decay"], divide_by, shared)
                 taken[parameter], parameter.grad = parameter.grad, None
     return taken
@@ -45,14 +45,14 @@ def _update(
     shared: bool,
 ) -> None:
     gradient, state, settings = parameter.grad, optimizer.state_of(parameter), optimizer.settings
-    assert gradient is not None, "it is looked for before"
+    assert gradient is not None, "the caller has checked"
     rows = gradient.indices()[0] if gradient.is_sparse else None  # None: all of them
-    numbers = (gradient.values() if gradient.is_sparse else gradient) / divide_by.to(parameter.dtype)
+    values = (gradient.values() if gradient.is_sparse else gradient) / divide_by.to(parameter.dtype)
     state["step"] += 1
     tensors = [parameter.detach(), *(state[slot] for slot in settings.slots)]
     weight, *slots = (_read(tensor, rows) for tensor in tensors)
     rule = settings.update_shared if shared else settings.update
-    moved, new = rule(weight, numbers, slots, lr=lr, decay=decay, step=state["step"].double())
+    moved, new = rule(weight, values, slots, lr=lr, decay=decay, step=state["step"].double())
     for tensor, before, after in zip(tensors, (weight, *slots), (moved, *new), strict=True):
         _add(tensor, rows, after - before)
 

@@ -1,20 +1,19 @@
 """This rank's part of an optimizer: its state, and the pieces of parameters that an update changes.
 
-An optimizer treats each number of a weight by itself, so a rank's pieces of DTensors are all that an update
-needs; to find that out for itself DTensor would take half a second for the first step and some milliseconds
-for each.
+An optimizer treats each number of a weight by itself, so an update needs only this rank's pieces of DTensors.
+DTensor would find that out in half a second at the first step and some milliseconds at each step.
 
-Decay applies to matrices only; embeddings, norms and biases are left out.
+Decay applies to matrices only, not to embeddings, norms and biases.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Compressor, Momentum
@@ -23,52 +22,53 @@ from shardwise.optim.pieces import Piece
 from shardwise.optim.rounding import Rounding, Slices
 from shardwise.optimizers import Optimizer
 
+Group = dict[str, object]
+"""A parameter group of torch: "params" and "weight_decay"."""
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Holds the optimizer's state of this rank's parameters. `update` makes the steps."""
+    """Holds the optimizer's state of this rank's parameters; the function `update` makes the steps."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], settings: Optimizer, rounding: Rounding | None = None
-    ) -> None:
-        """`rounding` is given where states are bfloat16."""
+    def __init__(self, groups: list[Group], settings: Optimizer, rounding: Rounding | None = None) -> None:
+        """`rounding` must be given where states are bfloat16."""
         super().__init__(groups, {"weight_decay": 0.0})
         self.settings, self.rounding = settings, rounding
         self._compressors: list[Compressor] = []
         self._compressed: set[nn.Parameter] = set()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter; it is made, as zeros, where there is none yet."""
+        """Return the state of a parameter; create it, as zeros, where there is none yet."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state.update({slot: torch.zeros_like(parameter.detach()) for slot in self.settings.slots})
         return state
 
-    def follow(self, compressor: Compressor, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let a compressor send momenta in place of gradients, if the optimizer sums those. To be called
-        before the first step."""
+    def register(self, compressor: Compressor, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let a compressor sum momenta in place of gradients, if the optimizer works so; call this before the
+        first step."""
         momentum = self.settings.summed_momentum
         if momentum is None:
             return
         self._compressors.append(compressor)
         self._compressed |= {parameters[name] for name in compressor.names}
-        compressor.momentum = Momentum(
-            momentum.decay, lambda name: local(self.state[parameters[name]][momentum.slot])
-        )
+        slot = momentum.slot
+        compressor.momentum = Momentum(momentum.decay, lambda name: local(self.state[parameters[name]][slot]))
 
-    def momenta(self) -> set[nn.Parameter]:
-        """Return the parameters whose gradients are momenta from now on."""
-        return self._compressed if any(compressor.begun for compressor in self._compressors) else set()
+    def with_summed_momenta(self) -> set[nn.Parameter]:
+        """Return the parameters whose `grad` holds a summed momentum in this step."""
+        return self._compressed if any(compressor.active for compressor in self._compressors) else set()
 
-    def pieces(self, group: dict[str, Any]) -> list[Piece]:
-        """Return this rank's piece of each parameter of a group that has a gradient."""
-        return [self._piece(parameter) for parameter in group["params"] if parameter.grad is not None]
+    def pieces(self, parameters: Iterable[nn.Parameter]) -> list[Piece]:
+        """Return this rank's piece of each of these parameters that has a gradient."""
+        return [
+            self._piece(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
+        ]
 
-    def _piece(self, parameter: nn.Parameter) -> Piece:
+    def _piece(self, parameter: nn.Parameter, gradient: Tensor) -> Piece:
         state = self.state_of(parameter)
         slots = tuple(local(state[slot]) for slot in self.settings.slots)
-        gradient = local(_split_as(parameter, parameter.grad))
-        return Piece(parameter, local(parameter), gradient, slots, state["step"])
+        return Piece(parameter, local(parameter), local(_split_as(parameter, gradient)), slots, state["step"])
 
 
 def make_optimizer(
@@ -76,39 +76,46 @@ def make_optimizer(
     settings: Optimizer,
     seed: int = 0,
     embeddings: Collection[str] = (),
-    held: Callable[[Tensor], Slices] | None = None,
+    slices_of: Callable[[Tensor], Slices] | None = None,
 ) -> ShardedOptimizer:
-    """Return the optimizer of these parameters, with decay or without, frozen ones left out.
+    """Return the optimizer of these parameters without the frozen ones.
 
-    Parameters on different meshes are in different groups. `embeddings` are the names of tables of vectors,
-    which are not decayed; `held` is the slice of a parameter that this rank has; None: all of it. `seed`
-    decides how bfloat16 states are rounded.
+    `embeddings` are the names of weights that are looked up, which do not decay. `slices_of` returns this
+    rank's slice of a parameter; None: all of it. `seed` decides how bfloat16 states are rounded.
     """
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in named:
-        names[parameter] = name
+    names = {parameter: name for name, parameter in named}
+    rounding = None
+    if any(parameter.dtype == torch.bfloat16 for parameter in names):
+        slices = {parameter: (slices_of or _whole)(parameter) for parameter in names}
+        rounding = Rounding(names, slices, seed)
+    return ShardedOptimizer(_groups(names, settings.weight_decay, embeddings), settings, rounding)
+
+
+def _groups(names: Mapping[nn.Parameter, str], decay: float, embeddings: Collection[str]) -> list[Group]:
+    """Return the trained parameters by decay and mesh, those with decay first: kernels take tensors of one
+    mesh."""
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    for parameter, name in names.items():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups[parameter.ndim >= 2 and name not in embeddings, mesh].append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: not item[0][0])  # those with decay first
-    grouped = [
-        {"params": params, "weight_decay": settings.weight_decay if decayed else 0.0}
-        for (decayed, _), params in ordered
+    ordered = sorted(groups.items(), key=lambda item: not item[0][0])
+    if not ordered:  # all weights of a pipeline stage may be frozen
+        return [{"params": []}]
+    return [
+        {"params": parameters, "weight_decay": decay if decayed else 0.0}
+        for (decayed, _), parameters in ordered
     ]
-    grouped = grouped or [{"params": []}]  # all weights of a pipeline stage may be frozen
-    rounding = None
-    if any(parameter.dtype == torch.bfloat16 for parameter in names):
-        rounding = Rounding(names, {parameter: (held or _whole)(parameter) for parameter in names}, seed)
-    return ShardedOptimizer(grouped, settings, rounding)
 
 
 def _whole(tensor: Tensor) -> Slices:
     return tuple(slice(0, size) for size in tensor.shape)
 
 
-def _split_as(parameter: Any, gradient: Any) -> Any:
-    """Return the gradient split as its parameter is: torch 2.11 makes a sum of uneven pieces whole, on every
+def _split_as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return the gradient split as its parameter is: torch 2.11 makes a sum of uneven pieces whole on every
     rank, and its first numbers would be taken for the piece."""
-    same = not isinstance(gradient, DTensor) or gradient.placements == parameter.placements
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    same = gradient.placements == parameter.placements
     return gradient if same else gradient.redistribute(placements=parameter.placements)

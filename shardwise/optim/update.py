@@ -1,24 +1,23 @@
 """One step of an optimizer of `[optimizer]` (shardwise/optimizers) on this rank.
 
 Three scalars come with the gradients: the learning rate, a number that all gradients are divided by, and
-whether to skip the update. Clipping (divide by norm / limit), float16 loss scaling (divide by the scale) and
-"a non-finite gradient never touches a weight" thus cost no pass over the gradients of their own, and no wait
-for the device: the host learns what happened when it reads the step's metrics.
+whether to skip the update. So clipping (divide by norm / limit), float16 loss scaling (divide by the scale)
+and skipping a step with a non-finite gradient cost no extra pass over the gradients and no wait for the
+device: the host learns what happened when it reads the step's metrics.
 
-An update takes one of these ways:
+There are four kinds of update:
 
-- states in bfloat16 are updated in float32 and rounded by chance (optim/rounding.py);
-- an optimizer with a fused kernel is given the tensors of many parameters at once;
-- any other updates some million numbers at a time, by torch's operators;
-- rows of sparse gradients, and weights that processes share, have a way of their own (optim/rows.py).
+- states in bfloat16 are updated in float32 and rounded at random (optim/rounding.py);
+- an optimizer with a fused kernel gets the tensors of many parameters at once;
+- any other optimizer updates some million numbers at a time with torch's operators;
+- rows of sparse gradients, and weights that processes share, are updated by optim/rows.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.optimizers import Optimizer
 
 CHUNK = 1 << 24
-"""Numbers of a weight that torch's operators update at a time: what they write in between is not larger."""
+"""Number of elements that torch's operators update at a time, which limits their temporary memory."""
 
 
 @torch.no_grad()
@@ -38,29 +37,28 @@ def update(
 ) -> None:
     """Make one step with gradients divided by `divide_by`; change nothing where `skip` is 1.
 
-    Both are scalars, `skip` float32. `shared`: other processes update the same weights at the same time.
+    Both are scalars, `skip` float32. With `shared`, other processes update the same weights meanwhile.
     """
-    taken = update_rows(optimizer, lr, divide_by, skip, shared)
+    updated = update_rows(optimizer, lr, divide_by, skip, shared)
     device = next(
         (parameter.device for group in optimizer.param_groups for parameter in group["params"]), skip.device
     )
     # Offloaded parameters are updated on the host, which must wait for these two numbers; torch would not.
     scalars = _Scalars(lr, divide_by.to(device), skip.to(device))
-    momenta = optimizer.momenta()
+    momenta = optimizer.with_summed_momenta()
     for group in optimizer.param_groups:
-        pieces = optimizer.pieces(group)
-        decay = group["weight_decay"]
+        pieces, decay = optimizer.pieces(group["params"]), group["weight_decay"]
         summed = [piece for piece in pieces if piece.parameter in momenta]
-        rest = [piece for piece in pieces if piece.parameter not in momenta]
+        others = [piece for piece in pieces if piece.parameter not in momenta]
         _update_by_operators(partial(optimizer.settings.update_from_momentum, decay=decay), summed, scalars)
-        _update_from_gradients(optimizer, rest, decay, scalars)
-    for parameter, gradient in taken.items():
+        _update_from_gradients(optimizer, others, decay, scalars)
+    for parameter, gradient in updated.items():
         parameter.grad = gradient
 
 
 @dataclass(frozen=True)
 class _Scalars:
-    """What an update is given beside the tensors."""
+    """The three scalars of an update."""
 
     lr: float
     divide_by: Tensor
@@ -85,7 +83,7 @@ def _update_from_gradients(
 def _update_by_kernel(settings: Optimizer, pieces: list[Piece], decay: float, scalars: _Scalars) -> None:
     divide_by, skip = scalars.divide_by, scalars.skip
     weights, gradients = [piece.weight for piece in pieces], [piece.gradient for piece in pieces]
-    if divide_by.dtype == torch.float64:  # a kernel would read it as float32, which a proof would notice
+    if divide_by.dtype == torch.float64:  # a kernel would read it as float32, and a proof in float64 fail
         torch._foreach_div_(gradients, torch.where(skip > 0, 1.0, divide_by))
         divide_by = torch.ones_like(skip)
     slots = [[piece.slots[index] for piece in pieces] for index in range(len(settings.slots))]
@@ -95,11 +93,15 @@ def _update_by_kernel(settings: Optimizer, pieces: list[Piece], decay: float, sc
     )
 
 
-def _update_by_operators(rule: Callable[..., Any], pieces: list[Piece], scalars: _Scalars) -> None:
-    """Update pieces in place by a rule that returns new tensors; the steps are counted already."""
+Rule = Callable[..., tuple[Tensor, Sequence[Tensor]]]
+"""Takes (weight, gradient, slots, lr=, step=) and returns the new weight and slots."""
+
+
+def _update_by_operators(rule: Rule, pieces: list[Piece], scalars: _Scalars) -> None:
+    """Update pieces in place by a rule that returns new tensors; the caller has counted the step."""
     for piece in pieces:
         step = piece.step.clamp(min=1).double()
         for weight, gradient, *slots in piece.chunks(CHUNK):
-            found, states = rule(weight, gradient / scalars.divide_by, slots, lr=scalars.lr, step=step)
-            for tensor, new in zip((weight, *slots), (found, *states), strict=True):
+            new_weight, states = rule(weight, gradient / scalars.divide_by, slots, lr=scalars.lr, step=step)
+            for tensor, new in zip((weight, *slots), (new_weight, *states), strict=True):
                 torch.where(scalars.skip > 0, tensor, new, out=tensor)

@@ -1,15 +1,13 @@
-"""A plain model becomes a parallel one. The order matters and is written down here once:
+"""Turns a plain model into a parallel one. The order of the steps matters:
 
-1. build without memory for the weights, however large the model (models/unallocated.py);
-2. cut it into pipeline stages, and keep this rank's;
+1. build the model without memory for the weights (models/unallocated.py);
+2. cut it into pipeline stages, and remove all but this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
-4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and
-why);
+4. recomputation and compilation, block by block (`_recompute_and_compile` explains which wraps which);
 5. sharding or replication over the data axes;
 6. memory for this rank's share.
 
-Values are given to the weights after that: those of a checkpoint, of a Hugging Face folder, or first values
-(`draw_weights`).
+After that the weights get their values: from a checkpoint, a Hugging Face folder, or `draw_weights`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from shardwise.models import (
     Sharding,
     Transformer,
     adapt,
-    build_own,
+    build_user_module,
     check_values,
     initialise,
     weights_without_memory,
@@ -42,26 +40,26 @@ from shardwise.models.layers import Embedding
 from shardwise.models.torch_dtypes import DTYPES
 from shardwise.optim import local
 from shardwise.parallel.compiled import compile_blocks
-from shardwise.parallel.context import own_positions, split_over_context
+from shardwise.parallel.context import local_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.float8_scales import Scales, use_float8
 from shardwise.parallel.parallel_model import ParallelModel
-from shardwise.parallel.placement import own_part
+from shardwise.parallel.placement import local_part
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds, seed_blocks
-from shardwise.parallel.stage_modules import cut_out, own_stages
-from shardwise.parallel.tables import LOOKED_UP, table_of
+from shardwise.parallel.stage_modules import make_stages, reduce_to_stage
+from shardwise.parallel.tables import EMBEDDINGS, table_of
 from shardwise.parallel.tensor import is_whole, split_over_tensor
 from shardwise.plan import ModelSpec, Plan
 
 
 def parallelise(plan: Plan, comm: Comm) -> ParallelModel:
-    """Return the model on this rank's devices, ready to train but for the values of its weights."""
+    """Return the model on this rank's device, ready to train except for the values of its weights."""
     layout, shape = comm.mesh.layout, plan.model.shape
     plain = build_plain(plan.model)
     table, embeddings = table_of(plain), _embeddings(plain)
-    positions = lru_cache(maxsize=8)(partial(own_positions, shape, comm)) if layout.context > 1 else None
+    positions = lru_cache(maxsize=8)(partial(local_positions, shape, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(shape, layout)
     seeds = Seeds(plan.model.seed, comm) if plan.model.is_user_module else None
     scaled = [name for name, module in plain.named_modules() if isinstance(module, Scale)]
@@ -71,11 +69,11 @@ def parallelise(plan: Plan, comm: Comm) -> ParallelModel:
         return ParallelModel(comm, [part], table, positions, multiple, embeddings, seeds, scales)
     from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
-    stages = own_stages(plan, comm)
+    stages = make_stages(plan, comm)
     parts = []
-    for index, (stage, _) in enumerate(stages.own):
+    for index, (stage, _) in enumerate(stages.local_stages):
         model = build_plain(plan.model) if index else plain
-        cut_out(model, table, stage, stages)
+        reduce_to_stage(model, table, stage, stages)
         parts.append(_part(plan, model, table, comm, seeds))
     scales = _scales(plan, parts, scaled, comm)
     return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, scales, stages=stages)
@@ -94,7 +92,7 @@ def build_plain(spec: ModelSpec) -> nn.Module:
     """Return the whole model as on one device: weights without memory, buffers with their values."""
     compute = DTYPES[spec.dtypes.compute]
     with weights_without_memory(spec.seed):
-        model = (build_own if spec.is_user_module else Transformer)(spec.shape)
+        model = (build_user_module if spec.is_user_module else Transformer)(spec.shape)
     _store_weights_in(model, DTYPES[spec.dtypes.states])
     if spec.is_user_module:
         model = adapt(model, compute)
@@ -107,14 +105,13 @@ def build_plain(spec: ModelSpec) -> nn.Module:
 
 
 def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those
-    in float32 along: most operators want the two alike, and a table of angles is not to be rounded because
-    weights are stored in 16 bits."""
+    """Cast the weights to this dtype. Buffers keep theirs, because a table of angles must not be rounded to
+    16 bits; only in a proof in float64 are float32 buffers cast too, because most operators need equal
+    dtypes."""
     before = _named_buffers(model)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Casting complex values to real"
-        )  # of buffers, which are put back
+        # The warning is about buffers, which are restored below.
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
         model.to(dtype)
     for (module, name), buffer in before.items():
         if (dtype, buffer.dtype) != (torch.float64, torch.float32):
@@ -122,25 +119,25 @@ def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _named_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """By module and name in it, those under two names twice."""
-    of_modules = (
-        (module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in model.modules()
-    )
-    return {(module, name): buffer for module, own in of_modules for name, buffer in own}
+    """Return the buffers by module and name in it; a buffer with two names comes twice."""
+    return {
+        (module, name): buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    }
 
 
 def _embeddings(model: nn.Module) -> frozenset[str]:
-    """Names of the weights that are looked up, not multiplied by."""
-    return frozenset(
-        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LOOKED_UP)
-    )
+    """Return the names of the weights that are looked up, not multiplied by."""
+    named = model.named_modules()
+    return frozenset(f"{path}.weight" for path, module in named if isinstance(module, EMBEDDINGS))
 
 
 def _part(plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None) -> DataParallel:
-    """Make steps 3 to 6, for the whole model or one stage of it."""
+    """Do steps 3 to 6, for the whole model or one stage of it."""
     layout, shape, compiled = comm.mesh.layout, plan.model.shape, plan.is_compiled(comm.device.type)
     if layout.tensor > 1:
-        saved = compiled or plan.model.float8 is not None  # the gathered input: in 8 bits, where it is cast
+        saved = compiled or plan.model.float8 is not None  # the gathered input is saved, in 8 bits if float8
         model = split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not saved)
     if shape.experts:
         model = split_over_experts(model, table, comm)
@@ -156,15 +153,14 @@ def _part(plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seed
 
 
 def _recompute_and_compile(plan: Plan, model: nn.Module, table: Sharding, compiled: bool) -> None:
-    """In which order recomputation and compilation wrap a block:
+    """Wrap blocks with recomputation and compilation, in this order:
 
-    - Recomputation inside, compilation around it: the compiler then sees the recomputed region and fuses
-      within it.
-    - But full recomputation around compiled pieces, where a block is not one graph (collectives are kept out
-      of it, and a user's block may do anything): the compiler refuses a recomputed region that it cannot
-      trace whole.
-    - Selective recomputation always inside: it goes by operators, which it would not see around compiled
-      code.
+    - Recomputation is inside and compilation around it, so that the compiler sees the recomputed region and
+      fuses within it.
+    - But full recomputation is around compiled pieces where a block is not one graph (collectives are kept
+      out of graphs, and a user's block may do anything): the compiler rejects a recomputed region that it
+      cannot trace as a whole.
+    - Selective recomputation is always inside: it selects operators, which compiled code hides.
     """
     draws, layout, mode = plan.model.is_user_module, plan.layout, plan.recompute
     ours = not draws and not plan.model.shape.experts
@@ -181,7 +177,7 @@ def _recompute_and_compile(plan: Plan, model: nn.Module, table: Sharding, compil
 
 
 def _named_blocks(model: nn.Module, table: Sharding) -> dict[str, nn.Module]:
-    """The blocks by their numbers in the whole model."""
+    """Return the blocks by their numbers in the whole model."""
     return {} if table.blocks is None else dict(model.get_submodule(table.blocks).named_children())
 
 
@@ -210,14 +206,12 @@ def _on_data_axes(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> 
 
 
 def _ends_with_head(model: Model) -> bool:
-    """Whether all that is neither block nor embedding comes after the blocks."""
+    """Return whether everything that is neither block nor embedding comes after the blocks."""
     return not model.tied and model.positions != "learned"
 
 
 def _compression(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
-    """What of the model's gradients is compressed, and how; None: nothing. Not compressed is what is summed
-    over other axes too, once the data axes are done: what tensor devices do not split, and a tied weight with
-    its two uses on different stages."""
+    """Return which of the model's gradients are compressed, and how; None: none."""
     how = plan.gradient_sums
     if how is None:
         return None
@@ -227,7 +221,7 @@ def _compression(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> C
 
 
 def _gathers(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | None:
-    """How weights are gathered; None: plainly. Routers are, so that no score is rounded."""
+    """Return how weights are gathered; None: exactly. Routers always are, so that no score is rounded."""
     how = plan.weight_gathers
     if how is None:
         return None
@@ -241,8 +235,9 @@ def _gathers(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> Gathe
 
 
 def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]:
-    """Names of the parameters that may be compressed: not those whose sums are completed along another
-    axis."""
+    """Return the names of the parameters that may be compressed. Excluded are those that are summed over
+    another axis after the data axes: weights that tensor devices do not split, and a tied weight with its two
+    uses on different stages."""
     shared = {*table.tied, *table.tied.values()} if comm.mesh.layout.pipeline > 1 else set()
     names = [
         name
@@ -253,8 +248,8 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
-    """What is gathered at once, in the order of use: the embedding, unless the head needs its weights at the
-    end; each block."""
+    """Return the FSDP2 units in the order of use: the embedding, unless it is tied to the head, and each
+    block."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     embeddings = [
         module
@@ -268,20 +263,17 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
 
 
 def draw_weights(parallel: ParallelModel, seed: int) -> None:
-    """Give the weights their first values from (seed, name, place in the parameter): the same bits on any
-    layout."""
-    device = parallel.comm.device
+    """Draw the initial weights from (seed, name, index in the parameter): the same bits on any layout."""
+    device = parallel.comm.device if parallel.comm.device.type == "cuda" else None
     for part in parallel.parts:
-        initialise(
-            part.model, seed, own_part, parallel.table.tied_name, device if device.type == "cuda" else None
-        )
-        if not hasattr(part.model, "initial_value"):  # which may want zeros
+        initialise(part.model, seed, local_part, parallel.table.tied_name, device)
+        if not hasattr(part.model, "initial_value"):  # a user's `initial_value` may return zeros
             check_values(part.model, local=_local)
 
 
 def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:
-    """Memory for the weights, without values. Buffers have theirs, and go to the device that computes. Shared
-    ones stay so."""
+    """Allocate memory for the weights, without values, and move the buffers to the device that computes.
+    Shared parameters and buffers stay shared."""
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

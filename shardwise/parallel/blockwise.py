@@ -1,17 +1,16 @@
-"""Attention of some queries to some keys, in a form whose parts can be put together again.
+"""Attention of some queries to some keys, in a form whose results can be merged.
 
-Softmax attention over all keys is a weighted mean of values. If the keys come in blocks, each block's own
-attention `out` and the logarithm `lse` of its sum of exponentials are enough to find the mean over all of
-them:
+Softmax attention over all keys is a weighted mean of values. If the keys come in blocks, the attention `out`
+of each block and the logarithm `lse` of its sum of exponentials are enough to compute the mean over all keys:
 
     lse = log(exp(lse₁) + exp(lse₂))        out = exp(lse₁ - lse) out₁ + exp(lse₂ - lse) out₂
 
-and the gradient of a block needs only the *merged* out and lse beside its own queries, keys and values,
-because the probability of a key is exp(score - lse) wherever that key came from (Dao et al.,
-"FlashAttention", 2022; Liu et al., "Blockwise Parallel Transformer", 2023). So a block runs through the
-device's fused kernel as it is, forward and backward. Public `scaled_dot_product_attention` does not hand out
-the lse; the operators beneath it do, and here they all get one shape: (batch, heads, queries, head_dim) for
-out, (batch, heads, queries) for lse, in float32, or float64 where out is.
+and the gradient of a block needs only the *merged* out and lse beside its queries, keys and values, because
+the probability of a key is exp(score - lse) in any block (Dao et al., "FlashAttention", 2022; Liu et al.,
+"Blockwise Parallel Transformer", 2023). So a block runs through the device's fused kernel as it is, forward
+and backward. The public `scaled_dot_product_attention` does not return the lse; the operators beneath it do,
+and here all of them use one shape: (batch, heads, queries, head_dim) for out, (batch, heads, queries) for
+lse, in float32, or float64 where out is.
 
 | kernel    | where                           | grouped-query                          | document mask |
 | --------- | ------------------------------- | -------------------------------------- | ------------- |
@@ -21,10 +20,10 @@ out, (batch, heads, queries) for lse, in float32, or float64 where out is.
 | efficient | CUDA, also float32              | repeats keys and values for each block | yes           |
 | plain     | anywhere: matrix products       | repeats keys and values for each block | yes           |
 
-A mask is added to the scores as a large negative number, never as minus infinity: for a row without any
-visible key kernels disagree on what they return then (the CPU's says lse = 0, which would count as a real
-block), while a finite one gives an lse so low that the merge weighs the row with exactly zero. It is made for
-a slice of the queries at a time, of at most `MASK_ELEMENTS`.
+A mask is added to the scores as a large negative number, never as minus infinity. With infinity, kernels
+return different results for a row without any visible key (on a CPU lse = 0, which would count as a real
+block); a finite number gives an lse so low that the merge gives the row a weight of exactly zero. A mask is
+made for a slice of the queries at a time, of at most `MASK_ELEMENTS`.
 """
 
 from __future__ import annotations
@@ -32,37 +31,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.models.attention import attend_to, visible
+from shardwise.models.attention import masked_attention, visibility_mask
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import wide
 
 _aten = torch.ops.aten
 
 Attended = tuple[Tensor, Tensor]
-"""out and lse."""
+"""Result of attention and its log-sum-exp: (out, lse)."""
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+"""Gradients of query, key and value."""
 Documents = tuple[Tensor, Tensor]
 """Document numbers of the queries and of the keys, each (batch, tokens)."""
 
 MASK_ELEMENTS = 1 << 26
-_LSE_MULTIPLE = 32  # the efficient kernel's lse has rows of such a multiple
-_BIAS_MULTIPLE = 16  # and the rows of its mask start at such a multiple
+"""Number of elements that a mask has at most."""
+_LSE_MULTIPLE = 32  # the efficient kernel pads its lse to a multiple of this number of queries
+_BIAS_MULTIPLE = 16  # the efficient kernel needs the rows of its mask to start at a multiple of this
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute a block: `forward(query, key, value, causal, bias)`, and its backward.
-
-    `backward` takes the gradient of out, the same, and the merged out and lse, after the query, key and
-    value.
-    """
+    """One way to compute a block: `forward(query, key, value, causal, bias)` and
+    `backward(gradient, query, key, value, merged out, merged lse, causal, bias)`."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Attended]
@@ -79,18 +75,17 @@ def attend(
     causal: bool,
     documents: Documents | None = None,
 ) -> Attended:
-    """Attention of a block; with `causal`, the i-th query sees the first i keys.
+    """Return the attention of a block; with `causal`, the i-th query sees the first i keys.
 
     `query` is (batch, heads, queries, head_dim), `key` and `value` are (batch, kv_heads, keys, head_dim).
     """
     if documents is None and kernel.fused:
-        return kernel.forward(query, _for(kernel, query, key), _for(kernel, query, value), causal, None)
-    slices = []  # of the queries, one after another: a mask for all of them at once may not fit
+        keys, values = (_match_heads(kernel, query, tensor) for tensor in (key, value))
+        return kernel.forward(query, keys, values, causal, None)
+    slices = []  # results of slices of the queries: a mask for all queries at once may not fit in memory
     for rows, seen, bias in _masked_slices(kernel, query, key, causal, documents):
-        keys, values = (_for(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
-        slices.append(
-            kernel.forward(query[:, :, rows], keys, values, False, bias)
-        )  # (batch, heads, rows, head_dim), its lse
+        keys, values = (_match_heads(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
+        slices.append(kernel.forward(query[:, :, rows], keys, values, False, bias))
     return torch.cat([out for out, _ in slices], 2), torch.cat([lse for _, lse in slices], 2)
 
 
@@ -104,33 +99,31 @@ def attend_backward(
     causal: bool,
     documents: Documents | None = None,
 ) -> Gradients:
-    """What a block adds to the gradients of its queries, keys and values, given the out and lse over all
-    blocks."""
+    """Return what a block adds to the gradients of its queries, keys and values, given the out and lse over
+    all blocks."""
     if documents is None and kernel.fused:
-        keys, values = _for(kernel, query, key), _for(kernel, query, value)
+        keys, values = (_match_heads(kernel, query, tensor) for tensor in (key, value))
         of_query, of_keys, of_values = kernel.backward(gradient, query, keys, values, *merged, causal, None)
-        return of_query, _shared(of_keys, key), _shared(of_values, value)
+        return of_query, _sum_shared(of_keys, key), _sum_shared(of_values, value)
     of_query = torch.empty_like(query)
-    # A key is seen by several slices of the queries: its gradient is a sum, taken in the wide dtype.
+    # Several slices of the queries see a key: its gradient is a sum, taken in the wide dtype.
     of_key, of_value = (torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in (key, value))
     for rows, seen, bias in _masked_slices(kernel, query, key, causal, documents):
-        keys, values = (_for(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
+        keys, values = (_match_heads(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
         out, lse = (tensor[:, :, rows] for tensor in merged)
         of_rows, of_keys, of_values = kernel.backward(
             gradient[:, :, rows], query[:, :, rows], keys, values, out, lse, False, bias
         )
         of_query[:, :, rows] = of_rows  # (batch, heads, rows, head_dim)
-        of_key[:, :, seen] += _shared(of_keys, key[:, :, seen])  # (batch, kv_heads, seen, head_dim)
-        of_value[:, :, seen] += _shared(of_values, value[:, :, seen])
+        of_key[:, :, seen] += _sum_shared(of_keys, key[:, :, seen])  # (batch, kv_heads, seen, head_dim)
+        of_value[:, :, seen] += _sum_shared(of_values, value[:, :, seen])
     return of_query, of_key, of_value
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Put another block into `out` and `lse`, which hold the blocks so far, in place."""
+    """Merge another block in place into `out` and `lse`, which hold the blocks so far."""
     both = torch.logaddexp(lse, block_lse)  # (batch, heads, queries)
-    out.mul_(
-        (lse - both).exp_().unsqueeze(-1)
-    )  # (batch, heads, queries, 1): each old row's share of the new sum
+    out.mul_((lse - both).exp_().unsqueeze(-1))  # (batch, heads, queries, 1): the old rows' share of the sum
     out.addcmul_(block_out, (block_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
@@ -143,21 +136,16 @@ def whole_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each document and window of a whole sequence, by torch's own choice of
-    kernel."""
-    mask = visible(documents, torch.arange(query.shape[2], device=query.device), window)
-    return attend_to(query, key, value, mask, softcap)
+    """Return causal attention within each document and window of a whole sequence, by a kernel that torch
+    chooses."""
+    mask = visibility_mask(documents, torch.arange(query.shape[2], device=query.device), window)
+    return masked_attention(query, key, value, mask, softcap)
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:
-    """The fastest kernel that takes these tensors. Ask before autograd is left: some kernels have no backward
-    for some sizes."""
-    if query.device.type == "cpu" and query.dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ):
+    """Return the fastest kernel that takes these tensors; call this while autograd records, because some
+    kernels have no backward for some sizes."""
+    if query.device.type == "cpu" and query.dtype in _CPU_DTYPES:
         return CPU
     if query.device.type == "cuda":
         return next((kernel for kernel, suits in _ON_CUDA if suits(query, key, value, masked)), PLAIN)
@@ -167,15 +155,13 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kerne
 def _masked_slices(
     kernel: Kernel, query: Tensor, key: Tensor, causal: bool, documents: Documents | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Slices of the queries, the keys that each may see, and the mask between them where there is one.
+    """Yield slices of the queries, the keys that each may see, and the mask between them, if there is one.
 
-    A mask is (batch or 1, 1, rows, seen). Under a causal one, the keys behind a slice's last query are left
-    out altogether.
+    A mask is (batch or 1, 1, rows, seen). Under a causal one, keys after a slice's last query are left out.
     """
     queries, keys = query.shape[2], key.shape[2]
-    copies = query.shape[0] * (
-        1 if kernel.fused else query.shape[1]
-    )  # products without a fused kernel write each head's scores
+    # Without a fused kernel, the scores of every head are in memory.
+    copies = query.shape[0] * (1 if kernel.fused else query.shape[1])
     step = max(1, MASK_ELEMENTS // (copies * keys))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
@@ -187,13 +173,11 @@ def _masked_slices(
 def _hidden(
     rows: slice, seen: slice, causal: bool, documents: Documents | None, device: torch.device
 ) -> Tensor | None:
-    """True where a query may not look: (batch or 1, 1, rows, seen)."""
+    """Return a mask that is true where a query must not see a key: (batch or 1, 1, rows, seen)."""
     hidden: Tensor | None = None
     if causal:
-        of_rows, of_seen = (
-            torch.arange(part.start, part.stop, device=device) for part in (rows, seen)
-        )  # positions
-        hidden = (of_rows[:, None] < of_seen)[None, None]  # (1, 1, rows, seen)
+        queries, keys = (torch.arange(part.start, part.stop, device=device) for part in (rows, seen))
+        hidden = (queries[:, None] < keys)[None, None]  # (1, 1, rows, seen)
     if documents is not None:
         of_queries, of_keys = documents[0][:, rows], documents[1][:, seen]
         other = (of_queries[:, :, None] != of_keys[:, None, :]).unsqueeze(1)  # (batch, 1, rows, seen)
@@ -202,8 +186,7 @@ def _hidden(
 
 
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores, of the same shape; its rows lie further apart than they are long, as one
-    kernel wants them."""
+    """Return what is added to the scores, with a padded row stride, as the efficient kernel needs it."""
     width = _multiple(hidden.shape[-1], _BIAS_MULTIPLE)
     bias = torch.zeros(*hidden.shape[:-1], width, dtype=dtype, device=hidden.device)[..., : hidden.shape[-1]]
     return bias.masked_fill_(hidden, -3e4 if dtype == torch.float16 else -1e30)
@@ -213,19 +196,15 @@ def _multiple(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
-def _for(kernel: Kernel, query: Tensor, key: Tensor) -> Tensor:
-    return key if kernel.shares_heads else _repeated(query, key)
-
-
-def _repeated(query: Tensor, key: Tensor) -> Tensor:
-    """Keys or values with a head for each head of the queries."""
-    repeats = query.shape[1] // key.shape[1]
+def _match_heads(kernel: Kernel, query: Tensor, key: Tensor) -> Tensor:
+    """Return keys or values with as many heads as the kernel needs: its own number, or one per query head."""
+    repeats = 1 if kernel.shares_heads else query.shape[1] // key.shape[1]
     return key if repeats == 1 else key.repeat_interleave(repeats, 1)
 
 
-def _shared(gradient: Tensor, key: Tensor) -> Tensor:
-    """The gradient of keys or values, summed over the query heads that share one: (batch, kv_heads, keys,
-    head_dim)."""
+def _sum_shared(gradient: Tensor, key: Tensor) -> Tensor:
+    """Return the gradient of keys or values, summed over the query heads that share a key head: (batch,
+    kv_heads, keys, head_dim)."""
     if gradient.shape[1] == key.shape[1]:
         return gradient
     batch, heads, keys, head_dim = gradient.shape
@@ -234,11 +213,8 @@ def _shared(gradient: Tensor, key: Tensor) -> Tensor:
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
-    dtype = _multiplied_in(query)
-    block, mask = (
-        (tensor.to(dtype) for tensor in (query, key, value)),
-        None if bias is None else bias.to(dtype),
-    )
+    dtype = _kernel_dtype(query)
+    block, mask = (tensor.to(dtype) for tensor in (query, key, value)), _cast(bias, dtype)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, causal, attn_mask=mask)
     return out.to(query.dtype), lse
 
@@ -253,11 +229,8 @@ def _cpu_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> Gradients:
-    dtype = _multiplied_in(query)
-    block, mask = (
-        (tensor.to(dtype) for tensor in (gradient, query, key, value, out)),
-        None if bias is None else bias.to(dtype),
-    )
+    dtype = _kernel_dtype(query)
+    block, mask = (tensor.to(dtype) for tensor in (gradient, query, key, value, out)), _cast(bias, dtype)
     gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *block, lse, 0.0, causal, attn_mask=mask
     )
@@ -265,8 +238,12 @@ def _cpu_backward(
     return of_query, of_key, of_value
 
 
-def _multiplied_in(query: Tensor) -> torch.dtype:
-    """The dtype in which the kernel for CPUs computes: that of the query, or float32 where this CPU has no
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
+def _kernel_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype in which the CPU kernel computes: that of the query, or float32 where this CPU has no
     bfloat16."""
     return torch.float32 if multiplies_in_float32(query.dtype, query.device.type) else query.dtype
 
@@ -274,7 +251,7 @@ def _multiplied_in(query: Tensor) -> torch.dtype:
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
     assert bias is None
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal)
-    return out, lse.reshape(out.shape[:-1])  # cuDNN's has a last dim of 1
+    return out, lse.reshape(out.shape[:-1])  # cuDNN's lse has a last dim of 1
 
 
 def _cudnn_backward(
@@ -327,12 +304,15 @@ def _flash_backward(
     return gradients
 
 
+def _expand(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the mask as (batch, heads, queries, keys), without a copy."""
+    return None if bias is None else bias.expand(*query.shape[:2], -1, -1)
+
+
 def _efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
-    spread = (
-        None if bias is None else bias.expand(*query.shape[:2], -1, -1)
-    )  # (batch, heads, queries, keys), without a copy
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(query, key, value, spread, True, 0.0, causal)
-    return out, lse[:, :, : query.shape[2]]  # its lse is padded to a multiple of queries
+    mask = _expand(bias, query)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, 0.0, causal)
+    return out, lse[:, :, : query.shape[2]]  # the kernel pads its lse
 
 
 def _efficient_backward(
@@ -345,20 +325,16 @@ def _efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> Gradients:
-    spread = (
-        None if bias is None else bias.expand(*query.shape[:2], -1, -1)
-    )  # (batch, heads, queries, keys), without a copy
     rows = lse.shape[2]
-    padded = F.pad(
-        lse, (0, _multiple(rows, _LSE_MULTIPLE) - rows), value=math.inf
-    )  # a row that weighs nothing
+    # An infinite lse gives a padded row a weight of zero.
+    padded = F.pad(lse, (0, _multiple(rows, _LSE_MULTIPLE) - rows), value=math.inf)
     wanted = (True, True, True, False)
     of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
         gradient,
         query,
         key,
         value,
-        spread,
+        _expand(bias, query),
         out,
         padded.contiguous(),
         *_no_dropout(query),
@@ -386,33 +362,31 @@ def _plain_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> Gradients:
-    share = (
-        _scores(query, key, bias) - lse.unsqueeze(-1)
-    ).exp_()  # softmax over all blocks' keys: (batch, heads, queries, keys)
+    # Softmax over the keys of all blocks: (batch, heads, queries, keys).
+    probability = (_scores(query, key, bias) - lse.unsqueeze(-1)).exp_()
     gradient, query, key, value, out = (
-        tensor.to(share.dtype) for tensor in (gradient, query, key, value, out)
+        tensor.to(probability.dtype) for tensor in (gradient, query, key, value, out)
     )
-    # The backward of softmax takes off a row's mean gradient, Σ share · of_share over all keys, which is
-    # gradient · out.
-    of_share = gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)
-    of_score = share * of_share * query.shape[-1] ** -0.5
-    return of_score @ key, of_score.mT @ query, share.mT @ gradient
+    # The backward of softmax subtracts a row's mean gradient over all keys, which is gradient · out.
+    of_probability = gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)
+    of_score = probability * of_probability * query.shape[-1] ** -0.5
+    return of_score @ key, of_score.mT @ query, probability.mT @ gradient
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-    """(batch, heads, queries, keys), in the wide dtype."""
+    """Return the scores (batch, heads, queries, keys), in the wide dtype."""
     dtype = wide(query.dtype)
     scores: Tensor = query.to(dtype) @ key.to(dtype).mT * query.shape[-1] ** -0.5
     return scores if bias is None else scores + bias
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of a random generator that nobody asks."""
+    """Return a state of the random generator, which kernels take but do not use without dropout."""
     seed = torch.empty(2, dtype=torch.int64, device=query.device)
     return seed, seed
 
 
-def _cuda_call(query: Tensor, key: Tensor, value: Tensor) -> Any:
+def _cuda_call(query: Tensor, key: Tensor, value: Tensor) -> torch.backends.cuda.SDPAParams:
     grouped = key.shape[1] < query.shape[1]
     return torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, grouped)
 
@@ -423,14 +397,13 @@ def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> boo
 
 
 def _flash_suits(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> bool:
-    fits = not masked and query.shape[-1] % 8 == 0  # other sizes torch would pad first
+    fits = not masked and query.shape[-1] % 8 == 0  # torch would pad other sizes first
     return fits and torch.backends.cuda.can_use_flash_attention(_cuda_call(query, key, value))
 
 
 def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> bool:
-    return torch.backends.cuda.can_use_efficient_attention(
-        _cuda_call(query, query, query)
-    )  # heads will be repeated
+    call = _cuda_call(query, query, query)  # heads will be repeated
+    return torch.backends.cuda.can_use_efficient_attention(call)
 
 
 CPU = Kernel("cpu", _cpu, _cpu_backward)
@@ -439,4 +412,5 @@ FLASH = Kernel("flash", _flash, _flash_backward)
 EFFICIENT = Kernel("efficient", _efficient, _efficient_backward, shares_heads=False)
 PLAIN = Kernel("plain", _plain, _plain_backward, shares_heads=False, fused=False)
 KERNELS = {kernel.name: kernel for kernel in (CPU, CUDNN, FLASH, EFFICIENT, PLAIN)}
+_CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ON_CUDA = ((CUDNN, _cudnn_suits), (FLASH, _flash_suits), (EFFICIENT, _efficient_suits))

@@ -1,21 +1,20 @@
 """Context parallelism: several devices share one sequence.
 
-Everything but attention looks at one token at a time, so a device simply gets fewer tokens: inputs, targets
-and document numbers are cut along the sequence, and rotary or learned positions are given which ones they
-are. Attention alone mixes tokens; its modules, named `mixing` in the sharding table, are given another way to
-compute:
+Everything except attention computes one token at a time, so a device simply gets fewer tokens: inputs,
+targets and document numbers are cut along the sequence, and rotary or learned embeddings get the positions of
+these tokens. Only attention mixes tokens; its modules, named `mixing` in the sharding table, are replaced:
 
 | layout.attention | tokens of a device        | values sent per layer, forward                            |
 | ---------------- | ------------------------- | --------------------------------------------------------- |
 | ring             | an early and a late chunk | keys and values once around: 2 E g (context - 1)          |
 | ulysses          | one chunk                 | all-to-all of queries, keys, values, results: E (2 + 2 g) |
 
-Here E is how many values a device's queries have, and g = kv_heads / heads.
+Here E is the number of values in a device's queries, and g = kv_heads / heads.
 
 The ring (Liu et al. 2023) overlaps its messages with the blocks it computes and works with any number of
 heads; Ulysses (Jacobs et al. 2023) runs the fused kernel on the whole sequence for its share of the heads.
-`auto` takes Ulysses where query heads and key heads divide over the devices, the ring elsewhere. Sliding
-windows and capped scores are Ulysses' alone.
+`auto` takes Ulysses where query heads and key heads divide over the devices, the ring elsewhere. Only Ulysses
+supports sliding windows and capped scores.
 
 Weights are the same on all context devices and their gradients are sums over tokens, so for everything else a
 context device is one more data-parallel device: states are sharded over data x context.
@@ -40,7 +39,7 @@ AXIS = "context"
 
 
 def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Model) -> nn.Module:
-    """Return the model with modules in it that mix tokens over devices."""
+    """Return the model with modules that attend over the tokens of all context devices."""
     attention = Ring if context_attention(config, comm.mesh.layout) == "ring" else Ulysses
     mixing = [module for path, module in model.named_modules() if matches(table.mixing, path)]
     if not mixing:
@@ -56,46 +55,46 @@ def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Mo
     return put_in_place(model, split)
 
 
-def own_positions(model: Model, comm: Comm, length: int) -> Tensor:
-    """The positions of this device's tokens in a sequence of this length."""
+def local_positions(model: Model, comm: Comm, length: int) -> Tensor:
+    """Return the positions of this device's tokens in a sequence of this length."""
     mesh = comm.mesh
-    choose = zigzag_positions if context_attention(model, mesh.layout) == "ring" else contiguous_positions
-    return choose(length, mesh.size(AXIS), mesh.coordinate(AXIS)).to(comm.device)
+    positions = zigzag_positions if context_attention(model, mesh.layout) == "ring" else contiguous_positions
+    return positions(length, mesh.size(AXIS), mesh.coordinate(AXIS)).to(comm.device)
 
 
 class Ring(ParallelModule):
-    """In place of attention within a device: queries stay, keys and values pass by (parallel/ring.py)."""
+    """Attention in which queries stay, and keys and values pass by (parallel/ring.py)."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
+        """Return the result of attention; queries, keys and values are (batch, heads, this device's tokens,
+        head_dim), documents (batch, this device's tokens)."""
         return ring_attention(query, key, value, self.parallel_share.comm, documents)
 
     def describe_share(self) -> str:
-        """What travels."""
+        """Return which tensors are communicated."""
         return "keys and values passed around the ring"
 
 
 class Ulysses(ParallelModule):
-    """In place of attention within a device: all tokens of some heads (parallel/ulysses.py)."""
+    """Attention in which each device computes some heads for all tokens (parallel/ulysses.py)."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
+        """Return the result of attention; shapes are those of `Ring.forward`."""
         window, softcap = (self.window, self.softcap) if isinstance(self, CausalAttention) else (None, None)
         return ulysses_attention(query, key, value, self.parallel_share.comm, documents, window, softcap)
 
     def describe_share(self) -> str:
-        """What travels."""
+        """Return which tensors are communicated."""
         return "tokens exchanged for heads, and back"
 
 
 class Unused(ParallelModule):
-    """In place of the mask: which tokens may meet is worked out where they do, from the numbers of their
-    documents."""
+    """Takes the place of the mask: attention itself compares the document numbers of the tokens that meet."""
 
     def forward(self, documents: Tensor | None, *unused: Tensor) -> Tensor | None:
-        """Handed on."""
+        """Return the document numbers as they are."""
         return documents
 
     def describe_share(self) -> str:
-        """Why it does nothing."""
+        """Return what happens to the document numbers."""
         return "document numbers handed on to attention"

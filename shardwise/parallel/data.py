@@ -1,32 +1,29 @@
-"""Data parallelism: every device computes on its own sequences, and gradients are summed.
+"""Data parallelism: every device computes on different sequences, and gradients are summed.
 
-What differs between the ZeRO stages (Rajbhandari et al., 2020) is who keeps what between uses, and so when
-bytes move. With P parameters of s bytes stored, c bytes to compute with and r bytes a summed gradient (4, 2,
-4 in bfloat16), R of them in the root unit, and m micro-batches a step:
+The ZeRO stages (Rajbhandari et al., 2020) differ in what is sharded between uses, and so in when bytes are
+sent. A parameter has s bytes stored, c bytes to compute with and r bytes as summed gradient (4, 2, 4 in
+bfloat16). With P parameters, R of them in the root unit, one step sends:
 
-| zero | engine | kept sharded                 | moves a step                                                |
+| zero | engine | sharded                      | sent per step                                               |
 | ---- | ------ | ---------------------------- | ----------------------------------------------------------- |
 | 0    | DDP    | nothing                      | all-reduce sP, in buckets while the last backward runs      |
 | 1    | FSDP2  | master weights, moments      | all-gather cP once, reduce-scatter rP once                  |
 | 2    | FSDP2  | and gradients                | all-gather cP once, reduce-scatter rP each micro-batch      |
 | 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
 
-A unit is what moves at once: a block, the embedding, and the root with all that remains (head, last norm,
-learned positions; in a tied model the embedding, which is the head). Of a block with experts, these are a
-unit of their own, and so is the router, which is computed with in r bytes and not in c: FSDP2 has one dtype
-for all of a unit. The root is used last in forward and first in backward, so it stays gathered between them
-and moves once. Rows that do not divide over `data` are padded until they do. tests/comm holds the ledger of
-real steps to this table, to the byte.
+A unit is sent at once: a block, the embedding, and the root with everything else (head, last norm, learned
+positions; in a tied model the embedding, which is the head). The experts of a block are a separate unit, and
+so is the router, which computes in r bytes and not in c: FSDP2 has one dtype per unit. The root is used last
+in forward and first in backward, so it stays gathered between them and is sent once. Rows that do not divide
+over `data` are padded. tests/comm compares the ledger of real steps with this table, to the byte.
 
 Beside tensor, pipeline or expert axes, `zero = 0` is FSDP2 too, on shards of one device: nothing is gathered
-over the wire, and gradients are summed over the copies unit by unit in the last backward. With `context`
-above 1 its devices count as data devices.
+over the network, and gradients are summed over the copies unit by unit in the last backward. With `context`
+above 1 its devices count as data devices. With `replica` above 1 each replica is sharded by itself, and an
+all-reduce of the summed shards (rP / data) over the replicas follows once per step.
 
-With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data)
-joins the replicas once a step.
-
-plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are
-on their way, with room for as many that come (comm/deferred_sums.py).
+plan/memory.py has the memory of each stage. On CPU workers, gradients of up to four more units are being
+summed, with room for as many that arrive (comm/deferred_sums.py).
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,111 +51,112 @@ from shardwise._torch import add_to_gradients, end_backward, forget_forwards, re
 from shardwise.comm import (
     EXPOSED,
     Comm,
-    CompressedCopies,
+    CompressedReplicaSum,
     CompressionSettings,
     Compressor,
     CountedAllGather,
     CountedReduceScatter,
+    DeferredSums,
+    DeferredUnitSum,
     EncodedGather,
     Float8Gather,
     GatherSettings,
     GradientSum,
-    NearbyCopy,
-    SumsBehind,
-    UnitBehind,
+    SecondaryShard,
 )
 from shardwise.models.float8_products import ScaledProduct
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
-from shardwise.plan.engine import CONCURRENT_SUMS, Engine
+from shardwise.plan.engine import MAX_DEFERRED_SUMS, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 
 @dataclass
 class DataParallel:
-    """One part of the model (all of it, or a pipeline stage) and how its weights are kept equal on the
-    devices that hold them.
+    """One part of the model (all of it, or a pipeline stage), and how its gradients are summed over the
+    devices that hold it.
 
-    What may be called when, in the course of a step:
+    Order of calls in a step:
 
         micro_batch(last=False): forward, backward   any number of times, then once with last=True;
                                                      after it gradients are complete
-        hold(), half a backward, hold(), ...         instead, where a schedule splits backward;
-        release()                                    after it gradients are complete
-        settle()                                     between steps only, after forwards without backward
+        hold_gradients(), half a backward, ...       instead, where a schedule splits backward;
+        reduce_gradients()                           after it gradients are complete
+        free_forward()                               between steps only, after forwards without backward
 
     Where a schedule splits backward, `stay_gathered()` is called once before the first step.
 
-    Between `release` or the last micro-batch and the next step the optimizer may change weights, and
-    parameters are what this rank stores of them. The methods here do nothing, which is right for one
-    device.
+    Between `reduce_gradients` or the last micro-batch and the next step, the optimizer may change weights,
+    and parameters are this rank's shards. The methods here do nothing, which is right for one device.
     """
 
     model: nn.Module
     keeps_gradients: bool = field(default=False, init=False)
-    """Whether gradients are set to zero in place after a step, rather than given back."""
+    """Whether gradients are set to zero in place after a step, rather than freed."""
     compressors: list[Compressor] = field(default_factory=list, init=False)
-    """Of the sums of gradients, where they are compressed."""
+    """Objects that sum compressed gradients, one per axis."""
 
     @property
     def waits_are_timed(self) -> bool:
         """Whether exposed communication can be told apart from computation."""
         return True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         output: Tensor = self.model(*args, **kwargs)
         return output
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Forward and backward of one micro-batch happen inside; `last` says that gradients must be complete
-        after."""
+        """Context for forward and backward of one micro-batch; after the `last` one gradients are
+        complete."""
         yield
 
     def stay_gathered(self) -> None:
-        """Keep weights gathered from their first use in a step to its end: for backward passes in two
+        """Keep weights gathered from their first use in a step to its end, for backward passes in two
         halves."""
 
-    def hold(self) -> None:
-        """Before half a backward: gradients stay whole, until `release`."""
+    def hold_gradients(self) -> None:
+        """Keep gradients whole until `reduce_gradients`; call this before each half of a backward."""
 
-    def add_up(self) -> None:
-        """After half a backward that gave gradients of weights: add them to those that are held."""
+    def accumulate(self) -> None:
+        """Add the gradients of half a backward to those held; call this after a half that computed weight
+        gradients."""
 
-    def release(self) -> None:
-        """After the last half: reduce the gradients that were held, and let go of the gathered weights."""
+    def reduce_gradients(self) -> None:
+        """Reduce the held gradients and free the gathered weights; call this after the last half."""
 
-    def settle(self) -> None:
-        """Give back whatever a forward without backward left in memory."""
+    def free_forward(self) -> None:
+        """Free the memory that a forward without backward left."""
 
 
 @dataclass
 class SingleDevice(DataParallel):
-    """No other device holds the same weights: nothing to exchange."""
+    """A part that no other device holds: nothing is exchanged."""
 
 
 class _ModelOrSum(nn.Module):
-    """What DDP calls: the model, or without any input a sum of one number of each trained weight, whose
-    backward asks for nothing else."""
+    """The module that DDP wraps: runs the model or, without any input, returns a sum of one number of each
+    trained weight, whose backward needs no data."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> Tensor:
         if inputs or named:
-            return self.model(*inputs, **named)
+            output: Tensor = self.model(*inputs, **named)
+            return output
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         return torch.stack([parameter.flatten()[0] for parameter in trained]).sum()
 
 
 @dataclass
 class Replicated(DataParallel):
-    """zero = 0: torch's DistributedDataParallel, with our sum in its buckets."""
+    """zero = 0: torch's DistributedDataParallel, whose buckets are summed by our hook."""
 
     comm: Comm
     settings: CompressionSettings | None
     bucket_bytes: int | None
-    """Of gradients that are summed at once; None: as torch does."""
+    """Bytes of gradients that are summed at once; None: torch's default."""
     hook: GradientSum = field(init=False)
     ddp: DistributedDataParallel = field(init=False)
 
@@ -180,35 +177,34 @@ class Replicated(DataParallel):
         self._settle_buckets()
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         if self.settings is not None:
-            apart = (
-                self.comm.device.type == "cpu"
-            )  # where a thread makes the sums, and attention may use the same axis meanwhile
-            self.compressors = [Compressor(self.comm, COPIES, self.settings, apart)]
+            # On a CPU a thread makes the sums, and attention may use the same axis meanwhile.
+            in_thread = self.comm.device.type == "cpu"
+            self.compressors = [Compressor(self.comm, COPIES, self.settings, in_thread)]
             for parameter, name in names.items():
-                self.compressors[0].follow(name, parameter.shape)
+                self.compressors[0].register(name, parameter.shape)
         compressor = self.compressors[0] if self.compressors else None
         self.hook = hook = GradientSum(self.comm, self.comm.mesh.label(COPIES), group, compressor, names)
         self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
 
     def _settle_buckets(self) -> None:
-        """DDP lays its buckets out anew after its first backward, and the bits of a sum depend on the place
-        in a bucket. So the first step of a resumed run would differ from the same step of a run that never
-        stopped. A backward that asks nothing of the weights, in the order DDP expects (last parameter first),
-        gets that over with before the first step.
+        """Make DDP arrange its buckets before the first step. DDP arranges them anew after its first
+        backward, and the bits of a sum depend on the place in a bucket. So the first step of a resumed run
+        would differ from the same step of a run that never stopped. This runs a trivial backward in the order
+        that DDP expects: last parameter first.
         """
         self.ddp().backward()
         self.model.zero_grad()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         output: Tensor = self.ddp(*args, **kwargs)
         return output
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Sum over devices only in the last backward."""
+        """Context for one micro-batch; only the last backward sums over devices."""
         if not last:
-            # Gradients live in DDP's buckets. Given back after a step, they would next be summed beside the
-            # buckets: 4P more.
+            # Gradients live in DDP's buckets. If they were freed after a step, the next ones would be stored
+            # beside the buckets: 4P bytes more.
             self.keeps_gradients = True
             with self.ddp.no_sync():
                 yield
@@ -219,8 +215,7 @@ class Replicated(DataParallel):
 
 @dataclass
 class Sharded(DataParallel):
-    """zero = 1, 2, 3, and zero = 0 beside other axes: torch's FSDP2, told when to gather and when to
-    reduce."""
+    """zero = 1, 2, 3, and zero = 0 beside other axes: torch's FSDP2."""
 
     engine: Engine
     units: list[FSDPModule]
@@ -230,43 +225,44 @@ class Sharded(DataParallel):
 
     @property
     def waits_are_timed(self) -> bool:
-        """On a GPU, FSDP2 waits on streams of its own, where no public hook reaches."""
+        """Whether this is a CPU: on a GPU, FSDP2 waits on its own streams, where no public hook reaches."""
         return self.device.type == "cpu"
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """See the table above for what each stage does in each micro-batch."""
+        """Context for one micro-batch; the table above says what each stage gathers and reduces in it."""
         for unit in self.units:
             unit.set_requires_gradient_sync(self.engine.reduces_each or last, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            # Below zero = 3 weights stay gathered through the step. They must not outlive it: the optimizer
-            # changes the shards, and a copy gathered before would be used, silently, in the next forward.
+            # Below zero = 3 weights stay gathered through the step, and no longer: the optimizer changes the
+            # shards, and the next forward would silently use the old gathered weights.
             unit.set_reshard_after_backward(not self.engine.keeps_gathered or last, recurse=False)
             unit.set_is_last_backward(last)
         self._complete(last)
         yield
-        self.collectives.behind.complete(but=0 if last else 1)
+        self.collectives.deferred.complete(leave=0 if last else 1)
 
     def stay_gathered(self) -> None:
-        """The second half of a backward asks a module for its weights, and would be given shards."""
+        """Keep weights gathered after forward: the second half of a backward reads a module's weights, and
+        would read shards."""
         for unit in self.units:
             unit.set_reshard_after_forward(False, recurse=False)
 
-    def hold(self) -> None:
-        """Neither reduce nor let go."""
+    def hold_gradients(self) -> None:
+        """Make the next backward neither reduce gradients nor free weights."""
         for unit in self.units:
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
             unit.set_is_last_backward(False)
 
-    def add_up(self) -> None:
-        """In the dtype of sums. The next half would be added in that of the weights, which may have 16
-        bits."""
+    def accumulate(self) -> None:
+        """Add the gradients in the dtype of sums; otherwise the next half would add to them in the dtype of
+        the weights, which may have 16 bits."""
         for unit in self.units:
             reduce_gathered(unit)
 
-    def release(self) -> None:
-        """Reduce every unit, and let go."""
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of every unit, and free its gathered weights."""
         self._complete(True)
         assert isinstance(self.model, FSDPModule)
         for unit in self.units:
@@ -276,14 +272,14 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(True)
             reduce_gathered(unit)
         end_backward(self.model)
-        self.collectives.behind.complete()
+        self.collectives.deferred.complete()
 
     def _complete(self, last: bool) -> None:
-        for copies in self.collectives.copies:
-            copies.last = last
+        for replica_sum in self.collectives.replica_sums:
+            replica_sum.last = last
 
-    def settle(self) -> None:
-        """Drop the weights that an evaluation leaves gathered below zero = 3, so that parameters are shards
+    def free_forward(self) -> None:
+        """Free the weights that an evaluation leaves gathered below zero = 3, so that parameters are shards
         again, and FSDP2's record of its forwards."""
         for unit in self.units:
             unit.reshard()
@@ -310,34 +306,30 @@ def shard(
     gathers: GatherSettings | None,
     root_is_last: bool,
 ) -> Sharded:
-    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains.
-    Units come in the order of their use. Wide units are computed with in the dtype of sums. Experts are units
-    too, sharded over the devices that hold the same experts. `root_is_last`: what remains is used after the
-    last unit, and nowhere else.
+    """Shard the model over `data x context`, with one FSDP2 unit for each module given and one, the root, for
+    the rest. `units` are in the order of use. `wide_units` compute in the dtype of sums. `experts` are units
+    too, sharded over the devices that hold the same experts. `root_is_last` says that the root is used after
+    the last unit only.
     """
-    layout = comm.mesh.layout
     collectives = _Collectives(model, comm, engine, settings, gathers)
-    options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
-        ),
-        # On a CPU the states are in host memory already, and there is no device to pin it for.
-        "offload_policy": CPUOffloadPolicy()
-        if layout.offload and comm.device.type != "cpu"
-        else OffloadPolicy(),
-        "reshard_after_forward": not engine.keeps_gathered,
-    }
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    wide_policy = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
+    # On a CPU the states are in host memory already, and there is no device to pin it for.
+    offload = (
+        CPUOffloadPolicy() if comm.mesh.layout.offload and comm.device.type != "cpu" else OffloadPolicy()
+    )
+    reshard = not engine.keeps_gathered
+    apply = partial(fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     for unit in experts:
-        fully_shard(unit, mesh=collectives.mesh(EXPERT_SHARDS), **options)
+        apply(unit, mesh=collectives.mesh(EXPERT_SHARDS))
         collectives.attach(unit, EXPERT_SHARDS)
     dense = collectives.mesh(SHARDS)
     for unit in wide_units:
-        policy = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
-        fully_shard(unit, mesh=dense, **{**options, "mp_policy": policy})
+        apply(unit, mesh=dense, mp_policy=wide_policy)
     for unit in units:
-        fully_shard(unit, mesh=dense, **options)
+        apply(unit, mesh=dense)
     # None: torch keeps the root gathered from forward to backward.
-    fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
+    apply(model, mesh=dense, reshard_after_forward=None)
     for unit in (*wide_units, *units, model):
         collectives.attach(unit, SHARDS)
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
@@ -351,8 +343,7 @@ def shard(
 
 
 class _Collectives:
-    """How the units of a model gather weights and sum gradients: every collective is counted, and summed,
-    never averaged."""
+    """The collectives of a model's units: all are counted, and gradients are summed, never averaged."""
 
     def __init__(
         self,
@@ -365,16 +356,16 @@ class _Collectives:
         self.comm, self.engine, self.settings, self.gathers = comm, engine, settings, gathers
         self.paths = {module: path for path, module in model.named_modules()}
         self.compressors: dict[str, Compressor] = {}
-        """By axis."""
-        self.copies: list[CompressedCopies] = []
-        """What sums each unit's gradients over its copies, where they are compressed."""
-        self.behind = SumsBehind(comm, CONCURRENT_SUMS)
-        """On a CPU, sums over shards that go on behind backward."""
+        """Objects that sum compressed gradients, by axis."""
+        self.replica_sums: list[CompressedReplicaSum] = []
+        """Objects that sum each unit's gradients over its copies, where these sums are compressed."""
+        self.deferred = DeferredSums(comm, MAX_DEFERRED_SUMS)
+        """Sums over shards that a CPU makes in the background of backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:
-        """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of
-        shards of one device. FSDP2 is not told of copies whose sums are compressed: it has no way to replace
-        that sum, only one to add another."""
+        """Return the mesh of a unit: (copies, shards), or shards alone. Without ZeRO every device is a copy,
+        of shards of one device. Copies whose sums are compressed are left out of FSDP2's mesh: its hook can
+        add a sum over copies, but not replace one."""
         mesh, copies = self.comm.mesh, self.engine.copies(axis)
         shards = axis if self.engine.zero else "solo"
         joined = mesh.size(copies) > 1 and not self._compresses(copies)
@@ -390,10 +381,10 @@ class _Collectives:
         gathered = {self._name(piece.module, piece.name): piece.shape for piece in pieces}
         summed = {self._name(piece.module, piece.name): piece.shape for piece in pieces if piece.trained}
         shards = self._compressor(axis, summed, mesh.size(axis)) if self.engine.zero else None
-        behind = (
-            UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
-        )
-        scatter = CountedReduceScatter(comm, mesh.label(axis), summed, shards, behind)
+        deferred = None
+        if self._defers_sums(axis):
+            deferred = DeferredUnitSum(self.deferred, partial(add_to_gradients, unit))
+        scatter = CountedReduceScatter(comm, mesh.label(axis), summed, shards, deferred)
         products = [_product_of(piece.module, piece.name) for piece in pieces]
         unit.set_custom_all_gather(self._gather(axis, gathered, products))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
@@ -402,28 +393,28 @@ class _Collectives:
             if compressor is None:
                 unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
             else:
-                self.copies.append(CompressedCopies(comm, compressor, summed))
-                unit.set_all_reduce_hook(self.copies[-1])
+                self.replica_sums.append(CompressedReplicaSum(comm, compressor, summed))
+                unit.set_all_reduce_hook(self.replica_sums[-1])
 
     def _gather(
         self, axis: str, pieces: Mapping[str, torch.Size], products: Sequence[ScaledProduct | None]
     ) -> CountedAllGather:
         comm, label = self.comm, self.comm.mesh.label(axis)
         encoded: EncodedGather | Float8Gather | None = None
-        nearby = None
+        secondary = None
         if self.engine.zero and comm.mesh.size(axis) > 1 and any(products):
             encoded = Float8Gather(comm, label, list(pieces.values()), products)
         if self.gathers is not None and self.engine.zero and comm.mesh.size(axis) > 1:
-            codec, near = self.gathers.how.codec, self.gathers.how.backward_shards
+            codec, shards = self.gathers.how.codec, self.gathers.how.backward_shards
             if codec is not None and not self.gathers.names.isdisjoint(pieces):
                 encoded = EncodedGather(comm, label, codec, self.gathers.names, pieces)
-            if near is not None:
-                nearby = NearbyCopy(comm, within(label, near), comm.mesh.neighbours(axis, near))
-        return CountedAllGather(comm, label, encoded, nearby)
+            if shards is not None:
+                secondary = SecondaryShard(comm, within(label, shards), comm.mesh.neighbours(axis, shards))
+        return CountedAllGather(comm, label, encoded, secondary)
 
-    def _goes_on_behind(self, axis: str) -> bool:
-        """FSDP2 sums over copies right after it summed over shards, so that with copies it must have the sum
-        at once."""
+    def _defers_sums(self, axis: str) -> bool:
+        """Return whether sums over this axis run in the background. With copies they cannot: FSDP2 sums over
+        copies right after it has summed over shards."""
         return self.comm.device.type == "cpu" and self.comm.mesh.size(self.engine.copies(axis)) == 1
 
     def _name(self, module: nn.Module, name: str) -> str:
@@ -435,32 +426,33 @@ class _Collectives:
         return self.settings.how.compresses(axis)
 
     def _compressor(self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None) -> Compressor | None:
-        """Of sums over this axis, which follows these parameters from now on; None: they are not
-        compressed."""
+        """Return the compressor of sums over this axis, with these parameters registered; None where the sums
+        are not compressed."""
         if not self._compresses(axis):
             return None
         assert self.settings is not None, "it compresses"
         if axis not in self.compressors:
-            apart = rows is not None and self._goes_on_behind(axis)
-            self.compressors[axis] = Compressor(self.comm, axis, self.settings, apart)
+            in_thread = rows is not None and self._defers_sums(axis)
+            self.compressors[axis] = Compressor(self.comm, axis, self.settings, in_thread)
         compressor = self.compressors[axis]
         for name, shape in pieces.items():
-            compressor.follow(name, shape if rows is None else (rows, *shape))
+            compressor.register(name, shape if rows is None else (rows, *shape))
         return compressor
 
 
 def _product_of(module: nn.Module, name: str) -> ScaledProduct | None:
-    """The product in float8 that alone uses this weight of a module, if there is one."""
-    own = getattr(module, "float8", None)
-    products = own.modules() if isinstance(own, nn.Module) else ()
+    """Return the product in float8 that alone uses this weight of a module, if there is one."""
+    float8 = getattr(module, "float8", None)
+    modules = float8.modules() if isinstance(float8, nn.Module) else ()
+    products = (product for product in modules if isinstance(product, ScaledProduct))
     return next(
-        (one for one in products if isinstance(one, ScaledProduct) and name in one.weights and one.alone),
-        None,
+        (product for product in products if name in product.weights and product.has_weight_alone), None
     )
 
 
 def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:
-    """FSDP2 calls this right after it joined the copies, which on CPU began when the reduce-scatter ended."""
+    """Return a hook that counts FSDP2's sum over copies. FSDP2 calls it right after that sum, which on a CPU
+    began when the reduce-scatter ended."""
 
     def after(gradients: Tensor) -> None:
         begun = comm.begin("all_reduce", axis, gradients)

@@ -1,16 +1,16 @@
-"""float8 on all devices: which products are made in it, and the scales that they agree on
+"""float8 on all devices: which products are made in it, and the scales that all devices share
 (models/float8_products.py has the products).
 
-The largest magnitudes of a step are put together over all devices by a maximum, a few numbers for each
-product, and every device derives the same scales for the next step. Maxima do not depend on the order in
-which they are taken, nor on who has which tokens: so a layout computes with the scales of one device, and can
-be proven against it.
+The largest magnitudes of a step are combined over all devices by a maximum, a few numbers for each product,
+and every device computes the same scales for the next step. A maximum does not depend on the order, nor on
+which device has which tokens: so a layout computes with the scales of one device, and can be proven against
+it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,9 @@ from shardwise.models.experts import Experts
 from shardwise.models.float8_grouped import GroupedProducts
 from shardwise.models.float8_products import (
     E4M3,
+    HEADROOM,
     HISTORY,
     LARGEST,
-    ROOM,
     DelayedScale,
     Float8,
     ScaledProduct,
@@ -38,7 +38,7 @@ from shardwise.plan.float8_choice import products
 
 
 def use_float8(model: Transformer, names: Iterable[str]) -> None:
-    """Let a plain model make the products of these names in float8 (plan/float8_choice.py)."""
+    """Make a plain model compute the products of these names in float8 (plan/float8_choice.py)."""
     sources: dict[str, DelayedScale] = {}
     chosen = set(names)
     modules = dict(model.named_modules())
@@ -48,41 +48,42 @@ def use_float8(model: Transformer, names: Iterable[str]) -> None:
             assert isinstance(module, Linear | Head)
             module.float8 = Float8(sources.get(product.source))
             sources.setdefault(product.source, module.float8.input)
-            module.float8.alone = not (product.name == "head" and model.config.tied)
+            module.float8.has_weight_alone = not (product.name == "head" and model.config.tied)
     for path, module in modules.items():
         if isinstance(module, Experts):
-            own = [name for name, _ in module.named_parameters() if f"{path}.{name}" in chosen]
-            module.float8 = GroupedProducts(own) if own else None
+            weights = [name for name, _ in module.named_parameters() if f"{path}.{name}" in chosen]
+            module.float8 = GroupedProducts(weights) if weights else None
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a step saw of every scaled tensor of the model, on all devices."""
+class Observation:
+    """Statistics of every scaled tensor of the model in one step, over all devices."""
 
     numbers: Tensor
     """(tensors, 3): largest magnitude, share of numbers lost below the range, and the magnitude relative to
-    the range's end: infinite where no scale was known, as where nothing but zeros was seen before."""
+    the range's end, which is infinite where no scale was known because earlier steps had nothing but
+    zeros."""
 
     @property
     def outgrown(self) -> Tensor:
-        """Whether any of them went beyond its range, or had none, so that the step has to be made again."""
+        """Whether a tensor went beyond its range, or had none, so that the step must be repeated."""
         return (self.numbers[:, 2] > 1).any()
 
     @property
     def finite(self) -> Tensor:
-        """Whether all of them were finite, which a cast to 8 bits would hide."""
+        """Whether all tensors were finite, which a cast to 8 bits would hide."""
         return self.numbers[:, 0].isfinite().all()
 
 
 class Scales:
-    """All scales of the model, of which this rank's part of it has some.
+    """All scales of the model, of which this rank holds those of its part.
 
-    Delayed ones are not known in a run's first step, which is therefore made twice, first to look at the
-    magnitudes: with dynamic scales, which take no more memory than later steps. In a proof (`exact`), without
-    any rounding: dynamic scales depend on who has which tokens.
+    Delayed scales are not known in a run's first step. That step is therefore made twice, first to measure
+    the magnitudes, with dynamic scales, which take no more memory than later steps. A proof (`exact`)
+    measures without any rounding, because dynamic scales depend on which device has which tokens.
 
-    With `keep`, weights of blocks are cast once for all micro-batches of a step: those of a head are cast
-    with its chunks.
+    With `cast_once`, weights of blocks are cast once for all micro-batches of a step; those of a head are
+    cast with its chunks.
     """
 
     def __init__(
@@ -92,67 +93,73 @@ class Scales:
         comm: Comm,
         delayed: bool,
         dtype: torch.dtype,
-        keep: bool = False,
+        cast_once: bool = False,
         compiled: bool = False,
     ) -> None:
         self.comm, self.delayed, self.names, self.dtype, self.compiled = comm, delayed, names, dtype, compiled
         self.exact = dtype == torch.float64
+        self.known = not delayed
+        """Whether there are scales from earlier steps, or none are needed."""
         modules = {name: module for model in models for name, module in model.named_modules()}
+        self._find_delayed_scales(modules)
         products = {name: module for name, module in modules.items() if isinstance(module, ScaledProduct)}
         self.products = list(products.values())
         for product in self.products:
-            product.note_on(comm.device)
-        own = {name: module for name, module in modules.items() if isinstance(module, DelayedScale)}
-        self.own, self.places = list(own.values()), self._places_of(own)
-        self.of_weights = [product.weight for product in self.products]
-        self.scale_places = self._places_of(f"{name}.weight" for name in products)
-        held = {
+            product.move_probe(comm.device)
+        self.weight_scales = [product.weight for product in self.products]
+        self.weight_scale_indices = self._indices(f"{name}.weight" for name in products)
+        self._find_weights(models, products, cast_once)
+        self.weight_maxima = torch.zeros(len(names), device=comm.device)
+        """Largest magnitude of each weight in this step, by the index of its scale."""
+        self._row_indices: dict[tuple[int, ...], Tensor] = {}
+
+    def _find_delayed_scales(self, modules: Mapping[str, nn.Module]) -> None:
+        scales = {name: module for name, module in modules.items() if isinstance(module, DelayedScale)}
+        self.delayed_scales, self.delayed_indices = list(scales.values()), self._indices(scales)
+        self.limits, self.margins = (
+            torch.tensor([of[scale.dtype] for scale in self.delayed_scales], device=self.comm.device)
+            for of in (LARGEST, HEADROOM)
+        )
+        self.all_zeros = torch.zeros(len(scales), dtype=torch.bool, device=self.comm.device)
+        """Whether earlier steps saw nothing but zeros of a tensor, so that no scale is known."""
+
+    def _find_weights(
+        self, models: Sequence[nn.Module], products: Mapping[str, ScaledProduct], cast_once: bool
+    ) -> None:
+        parameters = {
             name: weight
             for model in models
             for name, weight in model.named_parameters(remove_duplicate=False)
         }
-        used = [
-            (f"{name}.weight", f"{_owner(name)}.{weight}")
-            for name, one in products.items()
-            for weight in one.weights
+        weights = {
+            name: [parameters[f"{_owner(name)}.{weight}"] for weight in product.weights]
+            for name, product in products.items()
+        }
+        self.weights = [weight for each in weights.values() for weight in each]
+        self.weight_indices = self._indices(f"{name}.weight" for name, each in weights.items() for _ in each)
+        self.cast_once = [
+            (product, weights[name])
+            for name, product in products.items()
+            if cast_once and _owner(name) != "head"
         ]
-        self.weights, self.weight_places = (
-            [held[weight] for _, weight in used],
-            self._places_of(scale for scale, _ in used),
-        )
-        in_blocks = {name: one for name, one in products.items() if keep and _owner(name) != "head"}
-        self.kept = [
-            (one, [held[f"{_owner(name)}.{weight}"] for weight in one.weights])
-            for name, one in in_blocks.items()
-        ]
-        self.ends, self.rooms = (
-            torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device)
-            for of in (LARGEST, ROOM)
-        )
-        self.maxima_of_weights = torch.zeros(len(names), device=comm.device)
-        self._wheres: dict[tuple[int, ...], Tensor] = {}
-        self.known = not delayed
-        """Whether there are scales from former steps, where they are needed."""
-        self.unseen = torch.zeros(len(self.own), dtype=torch.bool, device=comm.device)
-        """Of which tensors former steps saw nothing but zeros, so that there is no scale that fits."""
+        """Products whose weights are cast once per step, and these weights."""
 
-    def _places_of(self, names: Iterable[str]) -> Tensor:
-        return torch.tensor(
-            [self.names.index(name) for name in names], dtype=torch.int64, device=self.comm.device
-        )
+    def _indices(self, names: Iterable[str]) -> Tensor:
+        indices = [self.names.index(name) for name in names]
+        return torch.tensor(indices, dtype=torch.int64, device=self.comm.device)
 
     def begin(self) -> None:
-        """A step, or an evaluation: take its scales from the weights, and from the steps before."""
-        self._look_at_weights()
-        for product, weights in self.kept:
-            product.keep([local(weight) for weight in weights], self.dtype, self.compiled)
+        """Set the scales of a step, or of an evaluation, from the weights and from the steps before."""
+        self._measure_weights()
+        for product, weights in self.cast_once:
+            product.cache_weights([local(weight) for weight in weights], self.dtype, self.compiled)
         if not self.delayed:
             return
         largest = self.maxima.amax(1)
-        self.unseen = largest == 0
-        if self.own:
-            values = scale_for(largest, self.ends / self.rooms)
-            torch._foreach_copy_([scale.value for scale in self.own], list(values.unbind()))
+        self.all_zeros = largest == 0
+        if self.delayed_scales:
+            values = scale_for(largest, self.limits / self.margins)
+            torch._foreach_copy_([scale.value for scale in self.delayed_scales], list(values.unbind()))
         if not self.known:
             self.known = self._anywhere(bool((largest > 0).any()))
         for product in self.products:
@@ -161,83 +168,80 @@ class Scales:
 
     @property
     def maxima(self) -> Tensor:
-        """Of former steps, (scales, steps)."""
+        """Largest magnitudes of earlier steps: (scales, steps)."""
         none = torch.zeros(0, HISTORY, device=self.comm.device)
-        return torch.stack([scale.maxima for scale in self.own]) if self.own else none
+        return torch.stack([scale.maxima for scale in self.delayed_scales]) if self.delayed_scales else none
 
     def _anywhere(self, here: bool) -> bool:
-        """Whether it is so on any device: a stage may have no product in float8."""
-        found = torch.tensor(float(here), device=self.comm.device)
-        for axis in RANK_AXES:
-            self.comm.all_reduce(found, axis, op=torch.distributed.ReduceOp.MAX)
-        return bool(found)
+        """Return whether this is true on any device: a stage may have no product in float8."""
+        flag = torch.tensor(float(here), device=self.comm.device)
+        self._maximum_over_ranks(flag)
+        return bool(flag)
 
-    @torch.no_grad()
-    def _look_at_weights(self) -> None:
-        """Their largest magnitudes, over all devices that have a part of them, as they are when they are
-        computed with."""
-        self.maxima_of_weights.zero_()
-        parts = [local(weight).detach() for weight in self.weights]
-        if parts:
-            peaks = torch.stack(
-                [
-                    *torch._foreach_norm(
-                        [part if part.numel() else part.new_zeros(1) for part in parts], math.inf
-                    )
-                ]
-            )
-            peaks = peaks.to(self.comm.device).to(self.dtype).float()
-            self.maxima_of_weights.scatter_reduce_(
-                0, self.weight_places, peaks, "amax"
-            )  # several weights may have one scale
-        for axis in RANK_AXES:
-            self.comm.all_reduce(self.maxima_of_weights, axis, op=torch.distributed.ReduceOp.MAX)
-        if parts:
-            values = scale_for(self.maxima_of_weights[self.scale_places], LARGEST[E4M3])
-            torch._foreach_copy_([scale.value for scale in self.of_weights], list(values.unbind()))
-
-    def see(self) -> Seen:
-        """What the step saw, on all devices."""
-        numbers = torch.zeros(len(self.names), 3, device=self.comm.device)
-        noted = [seen for product in self.products for seen in product.noted]
-        if noted:
-            times = tuple(len(product.noted) for product in self.products)
-            where = self._where(times).unsqueeze(1).expand(-1, 2)
-            numbers[:, :2].scatter_reduce_(0, where, torch.cat(noted), "amax")
-        numbers[:, 0] += self.maxima_of_weights
-        if self.own and self.delayed:
-            values = torch.stack([scale.value for scale in self.own])
-            largest = numbers[self.places, 0]
-            relative = (largest * values / self.ends).masked_fill(self.unseen & (largest > 0), math.inf)
-            numbers[self.places, 2] = relative if self.known else torch.full_like(relative, math.inf)
+    def _maximum_over_ranks(self, numbers: Tensor) -> None:
         for axis in RANK_AXES:
             self.comm.all_reduce(numbers, axis, op=torch.distributed.ReduceOp.MAX)
-        return Seen(numbers)
 
-    def _where(self, times: tuple[int, ...]) -> Tensor:
-        """To which scales the rows belong that products noted, one after the other, so many times each."""
-        if times not in self._wheres:
-            place = {id(scale): place for scale, place in zip(self.own, self.places.tolist(), strict=True)}
+    @torch.no_grad()
+    def _measure_weights(self) -> None:
+        """Set the scales of weights from their largest magnitudes over all devices, in the dtype they are
+        computed with."""
+        self.weight_maxima.zero_()
+        parts = [local(weight).detach() for weight in self.weights]
+        if parts:
+            filled = [part if part.numel() else part.new_zeros(1) for part in parts]
+            peaks = torch.stack([*torch._foreach_norm(filled, math.inf)])
+            peaks = peaks.to(self.comm.device).to(self.dtype).float()
+            # Several weights may have one scale.
+            self.weight_maxima.scatter_reduce_(0, self.weight_indices, peaks, "amax")
+        self._maximum_over_ranks(self.weight_maxima)
+        if parts:
+            values = scale_for(self.weight_maxima[self.weight_scale_indices], LARGEST[E4M3])
+            torch._foreach_copy_([scale.value for scale in self.weight_scales], list(values.unbind()))
+
+    def observe(self) -> Observation:
+        """Return the statistics of the step, over all devices."""
+        numbers = torch.zeros(len(self.names), 3, device=self.comm.device)
+        noted = [seen for product in self.products for seen in product.observations]
+        if noted:
+            times = tuple(len(product.observations) for product in self.products)
+            indices = self._indices_of_rows(times).unsqueeze(1).expand(-1, 2)
+            numbers[:, :2].scatter_reduce_(0, indices, torch.cat(noted), "amax")
+        numbers[:, 0] += self.weight_maxima
+        if self.delayed_scales and self.delayed:
+            values = torch.stack([scale.value for scale in self.delayed_scales])
+            largest = numbers[self.delayed_indices, 0]
+            relative = (largest * values / self.limits).masked_fill(self.all_zeros & (largest > 0), math.inf)
+            numbers[self.delayed_indices, 2] = relative if self.known else torch.full_like(relative, math.inf)
+        self._maximum_over_ranks(numbers)
+        return Observation(numbers)
+
+    def _indices_of_rows(self, times: tuple[int, ...]) -> Tensor:
+        """Return the index of the scale of each row that products noted, where times[i] is how often product
+        i ran."""
+        if times not in self._row_indices:
+            scales = zip(self.delayed_scales, self.delayed_indices.tolist(), strict=True)
+            index_of = {id(scale): index for scale, index in scales}
             rows = [
-                place[id(scale)]
+                index_of[id(scale)]
                 for product, n in zip(self.products, times, strict=True)
                 for scale in n * product.delayed()
             ]
-            self._wheres = {times: torch.tensor(rows, device=self.comm.device)}
-        return self._wheres[times]
+            self._row_indices = {times: torch.tensor(rows, device=self.comm.device)}
+        return self._row_indices[times]
 
-    def remember(self, seen: Seen) -> None:
-        """The step's maxima; of one that is to be made again, together with those of the step before."""
+    def record(self, seen: Observation) -> None:
+        """Add the step's maxima to the history; a step that is repeated is merged with the step before."""
         for product in self.products:
-            product.noted.clear()
+            product.observations.clear()
             product.probe.grad = None
-        if not self.own:
+        if not self.delayed_scales:
             return
-        largest, before = seen.numbers[self.places, :1], self.maxima
+        largest, before = seen.numbers[self.delayed_indices, :1], self.maxima
         merged = torch.cat((torch.maximum(before[:, :1], largest), before[:, 1:]), 1)
         moved = torch.cat((largest, before[:, :-1]), 1)
         after = torch.where(seen.outgrown, merged, moved)
-        torch._foreach_copy_([scale.maxima for scale in self.own], list(after.unbind()))
+        torch._foreach_copy_([scale.maxima for scale in self.delayed_scales], list(after.unbind()))
 
 
 def _owner(product: str) -> str:

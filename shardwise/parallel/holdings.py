@@ -1,17 +1,17 @@
 """Which rank holds which slice of which parameter, as text that people read and compare.
 
-A change of sharding changes memory, messages and checkpoints of every run, and shows in no loss. Written down
-as a table it shows in a review. The table is short because most of it is alike: parameters of one shape that
-are dealt out in the same way share an entry, blocks that differ only in their number share a name, and ranks
-that hold the same slice share a line.
+A change of sharding changes memory, messages and checkpoints of every run, but no loss. Written as a table,
+it is seen in a review. The table is short because most of it is alike: parameters of one shape that are split
+in the same way share an entry, blocks that differ only in their number share a name, and ranks that hold the
+same slice share a line.
 
     blocks.0-1.attention.key.weight (32, 64)
     blocks.0-1.attention.value.weight (32, 64)
       0:16    ranks 0-1
       16:32   ranks 2-3
 
-A slice names the dims up to the last one that is split. tests/parallel/placements holds the tables of a few
-jobs, and the lines that make them; in a run, gather each rank's `own_slices` and take the shapes from
+A slice names the dims up to the last one that is split. tests/parallel/placements has the tables of a few
+jobs and the program that writes them; in a run, gather each rank's `rank_slices` and take the shapes from
 `config.parameters.parameter_shapes`.
 """
 
@@ -22,21 +22,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardwise.parallel.parallel_model import ParallelModel
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 
 Slices = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
-"""First and behind-last index in each dim: a slice that can be a key."""
+"""Start and stop in each dim: slices that can be the key of a dict."""
 Shape = Sequence[int]
 
 
-def own_slices(parallel: ParallelModel) -> dict[str, Slices]:
-    """The slice of each parameter that this rank holds; parameters that it has no part of are left out."""
-    return {name: held(parameter) for name, parameter in parallel.named_parameters()}
+def rank_slices(parallel: ParallelModel) -> dict[str, Slices]:
+    """Return this rank's slice of each parameter that it holds a part of."""
+    return {name: local_slices(parameter) for name, parameter in parallel.named_parameters()}
 
 
 def describe(holdings: Mapping[int, Mapping[str, Slices]], shapes: Mapping[str, Shape]) -> list[str]:
-    """The lines of the table, from what each rank holds and the whole shapes, in the order of the shapes."""
+    """Return the lines of the table, from each rank's slices and the whole shapes, in the order of the
+    shapes."""
     alike: dict[tuple[tuple[int, ...], tuple[tuple[Bounds, str], ...]], list[str]] = defaultdict(list)
     for name, shape in shapes.items():
         alike[tuple(shape), tuple(_holders(name, holdings))].append(name)
@@ -50,11 +51,11 @@ def describe(holdings: Mapping[int, Mapping[str, Slices]], shapes: Mapping[str, 
 
 
 def _holders(name: str, holdings: Mapping[int, Mapping[str, Slices]]) -> Iterator[tuple[Bounds, str]]:
-    """Every slice of a parameter that someone holds, and who."""
+    """Return every slice of a parameter that is held, and the ranks that hold it."""
     ranks: dict[Bounds, list[int]] = defaultdict(list)
-    for rank, own in sorted(holdings.items()):
-        if name in own:
-            ranks[tuple((part.start, part.stop) for part in own[name])].append(rank)
+    for rank, slices in sorted(holdings.items()):
+        if name in slices:
+            ranks[tuple((part.start, part.stop) for part in slices[name])].append(rank)
     assert ranks, f"no rank holds {name}"
     return ((bounds, _ranges(holders)) for bounds, holders in sorted(ranks.items()))
 
@@ -68,7 +69,7 @@ def _format(bounds: Bounds, shape: Shape) -> str:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Names, with those that differ only in the number of their block as one."""
+    """Return the names, where names that differ only in the number of their block become one."""
     blocks: dict[str, list[int]] = defaultdict(list)
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
@@ -77,7 +78,7 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """0-3,8 for 0, 1, 2, 3 and 8."""
+    """Return numbers as ranges: 0-3,8 for 0, 1, 2, 3 and 8."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

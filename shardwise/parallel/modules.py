@@ -1,17 +1,17 @@
 """Modules that the devices of an axis compute together, as classes that can be read and printed.
 
-Each way to share a module's work is a class with a `forward` of its own: `Column`, `Row` and `Gathered` in
-tensor.py, `Exchanged` in expert.py, `Ring` in context.py. Whatever the model's module is, ours, torch's or a
-user's, it becomes a subclass of both: a `Linear` split by outputs is a `ColumnLinear`, and `super().forward`
-is what the module computes by itself, now on its part. Printed, it says which part that is:
+Each way to share a module's work is a class with its own `forward`: `Column`, `Row` and `Gathered` in
+tensor.py, `Exchanged` in expert.py, `Ring` in context.py. A module of the model, whether shardwise's, torch's
+or a user's, is replaced by an instance of a subclass of both: a `Linear` split by outputs is a
+`ColumnLinear`, whose `super().forward` is that of `Linear`, on this device's part. Its text names the part:
 
     (query): ColumnLinear(in_features=64, out_features=64, bias=False, tensor 0 of 2: outputs 0:32 of 64)
 
-Weights are DTensors (who has which slice: sharded further by FSDP2, saved, loaded and compared by it), and
-the module's own code must see plain tensors. So a property of each weight's name reads this device's part,
-while `named_parameters` and all that builds on it find the DTensor.
+Weights are DTensors, which record the slices of each device: FSDP2 shards them further, and checkpoints save
+and load them. The module's code must see plain tensors. So a property with each weight's name reads this
+device's part, while `named_parameters` and all that builds on it return the DTensor.
 
-models/replace.py says how the new module takes the place of the plain one.
+models/replace.py puts the new module in the place of the plain one.
 """
 
 from __future__ import annotations
@@ -38,48 +38,46 @@ class Share:
     index: int
     size: int
     role: Role | None = None
-    """What the sharding table says of the module, where it does."""
+    """The module's role in the sharding table, if it has one."""
 
     @classmethod
     def of(cls, comm: Comm, axis: str, role: Role | None = None) -> Share:
-        """The share of this rank on an axis of its mesh."""
+        """Return the share of this rank on an axis of its mesh."""
         return cls(comm, axis, comm.mesh.coordinate(axis), comm.mesh.size(axis), role)
 
     def range_of(self, length: int) -> range:
-        """This device's part of so many rows, dealt out as by torch.chunk: the last parts may be shorter, or
-        empty."""
+        """Return this device's part of `length` rows, split as by torch.chunk: the last parts may be shorter,
+        or empty."""
         longest = largest_part(length, self.size)
         return range(min(length, longest * self.index), min(length, longest * (self.index + 1)))
 
 
 class ParallelModule(Replacement):
-    """A module of which the devices of an axis have a share each. Subclasses say how, and come before the
-    module's own class: so its names are such as a user's module does not have."""
+    """Base of modules of which each device of an axis has a share. It precedes the module's own class, so its
+    attributes have names that a user's module does not have."""
 
     parallel_share: Share
 
     def parallel_part(self, name: str, part: Tensor) -> Tensor | None:
-        """What the module's own code sees of a weight, of which this device holds `part`."""
+        """Return what the module's code reads for a weight of which this device holds `part`."""
         return part
 
     def describe_share(self) -> str:
-        """This device's part, in words."""
+        """Return a text that names this device's part."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """What the module says of itself, and its share."""
-        share = (
-            f"{self.parallel_share.axis} {self.parallel_share.index} of {self.parallel_share.size}: "
-            f"{self.describe_share()}"
-        )
-        return join_texts(super().extra_repr(), share)
+        """Return the module's description and its share."""
+        share = self.parallel_share
+        part = f"{share.axis} {share.index} of {share.size}: {self.describe_share()}"
+        return join_texts(super().extra_repr(), part)
 
 
 def parallel_module(
     module: nn.Module, kind: type[ParallelModule], share: Share, **attributes: object
 ) -> nn.Module:
-    """Return a module that takes the place of this one and computes this device's share of it, in the way of
-    `kind`. Its weights read as this device's part of them."""
+    """Return a module that computes this device's share of this one, in the way of `kind`; reading a weight
+    gives this device's part."""
     parts = {name: _part(name) for name in module._parameters}
     return replacement(module, kind, parts, parallel_share=share, **attributes)
 
@@ -89,7 +87,7 @@ def _part(name: str) -> property:
     def read(self: ParallelModule) -> Tensor | None:
         weight = self._parameters[name]
         if weight is None or (isinstance(weight, DTensor) and weight.device_mesh.ndim > 1):
-            return weight  # FSDP2 holds it in shards, on a mesh of more axes, and is the one who asks
+            return weight  # FSDP2 holds it in shards, on a mesh of more axes, and reads it itself
         return self.parallel_part(name, local(weight))
 
     return property(read)

@@ -1,13 +1,11 @@
-"""What lets FSDP2's collectives go on behind computing on CPU workers: asking for weights early, and summing
-gradients early.
+"""Overlap of FSDP2's collectives with computation on CPU workers: weights are gathered early, and gradients
+summed early.
 
-comm/hooks.py makes the collectives go on by themselves; that is of use only where something is left to
-compute when they begin. Of gathered weights one unit more is held than without.
+comm/hooks.py runs the collectives in the background, which helps only if computation is left when they begin.
+The cost is the memory of one more unit of gathered weights.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,10 +14,9 @@ from shardwise._torch import reduce_gathered
 
 
 def gather_ahead(root: nn.Module, units: list[nn.Module]) -> None:
-    """While a unit computes, let the next be gathered. A GPU gathers on a stream, ahead of what computes; on
-    a CPU FSDP2 has to be told, in forward: in backward it asks by itself for the unit that was used before. A
-    block asks for what is gathered by itself inside it, too, and nothing in there asks for more:
-    recomputation goes through it again, in the midst of backward.
+    """Let FSDP2 gather the next unit while a unit computes in forward. A GPU gathers ahead on a stream; on a
+    CPU FSDP2 must be told, in forward only: in backward it prefetches by itself. A block also prefetches the
+    units inside it. Those prefetch nothing, because recomputation runs them again during backward.
     """
     for unit, following in zip([root, *units], [*units, None], strict=True):
         assert isinstance(unit, FSDPModule)
@@ -31,21 +28,21 @@ def gather_ahead(root: nn.Module, units: list[nn.Module]) -> None:
 
 
 def reduce_root_first(root: nn.Module, units: list[nn.Module]) -> None:
-    """Sum the gradients of what is used last as soon as they are made. FSDP2 tells that a unit's backward has
-    ended by the gradients of its inputs, and the root's are token ids, which have none: the head, often the
-    largest of all, would be summed when nothing is left to compute. Its backward has ended when that of the
-    last block begins.
+    """Sum the gradients of the root unit, such as the head, as soon as they exist. FSDP2 sees the end of a
+    unit's backward by the gradients of its inputs. The root's inputs are token ids, which have none, so the
+    head, often the largest unit, would be summed when nothing is left to compute. Its backward has ended when
+    that of the last block begins.
 
-    From then on its weights are not gathered. The first unit would ask for them: what was used before it is
-    the root, in the micro-batch before. So it asks for itself, which changes nothing.
+    From then on the root's weights are not gathered. In backward, the first unit would prefetch the root,
+    which was used before it in the previous micro-batch. So it prefetches itself, which changes nothing.
     """
     first = units[0]
     assert isinstance(first, FSDPModule)
     assert isinstance(root, FSDPModule)
     first.set_modules_to_backward_prefetch([first])
 
-    def when_backward_begins(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def reduce_in_backward(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: reduce_gathered(root))  # type: ignore[no-untyped-call]
 
-    units[-1].register_forward_hook(when_backward_begins)
+    units[-1].register_forward_hook(reduce_in_backward)

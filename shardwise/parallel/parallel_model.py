@@ -1,8 +1,7 @@
 """A model on its devices, as the training loop sees it: a batch goes in, gradients and a loss come out, on
 any layout.
 
-The loop never asks for an axis. What depends on the layout is here and in `Pipelined`, which does the same
-with stages.
+The loop never uses an axis. What depends on the layout is here, and in `Pipelined` for pipeline stages.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +34,15 @@ class ParallelModel:
     parts: Sequence[DataParallel]
     table: Sharding
     positions: Callable[[int], Tensor] | None = None
-    """The positions of this device's tokens in a sequence of that length; None: all of them."""
+    """Returns the positions of this device's tokens in a sequence of a length; None: it has all tokens."""
     multiple: int = 1
-    """What the length of a sequence must be a multiple of, so that devices can share it."""
+    """Number that the length of a sequence must be a multiple of, so that devices can share it."""
     embeddings: frozenset[str] = frozenset()
-    """Names of the weights that are looked up, not multiplied by: they are not decayed."""
+    """Names of the weights that are looked up, not multiplied by: they do not decay."""
     seeds: Seeds | None = None
-    """Of what a user's module draws; None: nothing is drawn."""
+    """Seeds of a user's module, which may draw random numbers; None: the model draws none."""
     scales: Scales | None = None
-    """Of products in float8; None: there are none."""
+    """Scales of products in float8; None: there are no such products."""
     mixtures: list[MixtureOfExperts] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,18 +55,18 @@ class ParallelModel:
 
     @property
     def model(self) -> nn.Module:
-        """The model, where it is not cut into stages."""
+        """The model, if it is not cut into stages."""
         (part,) = self.parts
         return part.model
 
     @property
     def pipeline(self) -> Stages | None:
-        """How the model is cut, if it is."""
+        """How the model is cut into stages; None: it is not."""
         return None
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are set to zero in place after a step, rather than given back."""
+        """Whether gradients are set to zero in place after a step, rather than freed."""
         return any(part.keeps_gradients for part in self.parts)
 
     @property
@@ -77,15 +75,15 @@ class ParallelModel:
         return all(part.waits_are_timed for part in self.parts)
 
     def named_parameters(self, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, by the names of the plain model. A tied weight whose two uses are on
-        different stages comes with each of them, under one name, unless it is asked for once.
+        """Yield this rank's parameters, with the names of the plain model. A tied weight whose two uses are
+        on different stages comes with each of them, under one name, unless `once` is set.
         """
         for part in self.parts:
             for name, parameter in part.model.named_parameters():
                 yield self.table.tied_name(name), parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that are part of the state: those that are saved."""
+        """Yield the buffers that are saved in checkpoints."""
         for part in self.parts:
             trained = {name for name, _ in part.model.named_parameters(remove_duplicate=False)}
             yield from (
@@ -93,14 +91,13 @@ class ParallelModel:
             )
 
     def residuals(self) -> Iterator[tuple[StateKey, Tensor]]:
-        """What compression left out of this rank's gradients so far; nothing where gradients are not
-        compressed."""
+        """Yield the residuals of this rank's compressed gradients: what was left out of them so far."""
         for part in self.parts:
             yield from residual_state(part, self.comm.mesh)
 
     def forward_backward(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
-        """Add the gradients of `factor` times the summed loss; returns this rank's share of that sum, without
-        the factor."""
+        """Add the gradients of `factor` times the summed loss, and return this rank's share of that sum,
+        without the factor."""
         for mixture in self.mixtures:
             mixture.gradient_scale = factor
         total = self._run(batch, factor)
@@ -108,25 +105,24 @@ class ParallelModel:
         return total
 
     def complete_gradients(self) -> None:
-        """Sum what only the last micro-batch leaves whole; sparse gradients have each row once, in order."""
+        """Make the sums that must wait for the last micro-batch, and coalesce sparse gradients."""
         for _, parameter in self.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        sum_whole(
-            (parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.comm
-        )
+        dense = (parameter for name, parameter in self.named_parameters() if not self._is_expert(name))
+        sum_whole(dense, self.comm)
 
     def _is_expert(self, name: str) -> bool:
         role = self.table.role(name.rpartition(".")[0])
         return role is not None and role.kind == "experts"
 
     def take_loads(self) -> Tensor:
-        """Of each mixture of this rank, how many choices fell on each expert in the whole global batch:
-        (mixtures, experts)."""
+        """Return how often the global batch chose each expert, for each mixture of this rank, and reset the
+        counts: (mixtures, experts)."""
         if not self.mixtures:  # a stage may have none
             return torch.zeros(0, 1, dtype=torch.int64, device=self.comm.device)
         loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
-        for axis in TOKEN_AXES:  # each of them had other tokens
+        for axis in TOKEN_AXES:  # their devices have different tokens
             self.comm.all_reduce(loads, axis)
         return loads
 
@@ -149,31 +145,32 @@ class ParallelModel:
 
     @property
     def counts_items(self) -> bool:
-        """Whether a user's module says itself what its loss is divided by; else it is tokens."""
+        """Whether a user's module counts the items that its loss is divided by; otherwise these are
+        tokens."""
         return counts_items(self.parts[0].model)
 
     def items(self, batch: Batch) -> Tensor:
-        """What the loss of a batch of whole sequences, summed over all devices that share them, is a sum
-        over."""
+        """Return the number of items (tokens, unless the module counts others) in the loss of a batch of
+        whole sequences."""
         if self.counts_items:
             return count_items(self.parts[0].model, batch.inputs, batch.targets)
         return torch.tensor(float(batch.valid), dtype=torch.float64, device=batch.inputs.device)
 
     def begin(self, batch: Batch) -> None:
-        """Before the forward of a micro-batch."""
+        """Seed the random numbers of a micro-batch; call this before its forward."""
         if self.seeds is not None:
             self.seeds.begin(batch.first)
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
-        """What the model is called with: this device's part of the sequences."""
-        own = self.own(batch)
-        given = {"inputs": own.inputs, "targets": own.targets, "documents": own.documents}
-        return (
-            given if self.positions is None else {**given, "positions": self.positions(batch.inputs.shape[1])}
-        )
+    def arguments(self, batch: Batch) -> dict[str, Tensor | None]:
+        """Return the arguments of the model's forward, for this device's part of the sequences."""
+        part = self.local_batch(batch)
+        arguments = {"inputs": part.inputs, "targets": part.targets, "documents": part.documents}
+        if self.positions is not None:
+            arguments["positions"] = self.positions(batch.inputs.shape[1])
+        return arguments
 
-    def own(self, batch: Batch) -> Batch:
-        """The tokens of a batch that are this device's."""
+    def local_batch(self, batch: Batch) -> Batch:
+        """Return this device's tokens of a batch."""
         if self.positions is None:
             return batch
         positions = self.positions(batch.inputs.shape[1])
@@ -183,25 +180,23 @@ class ParallelModel:
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        """This rank's share of the summed loss, without gradients."""
+        """Return this rank's share of the summed loss, without gradients."""
         (part,) = self.parts
         self.begin(batch)
         loss: Tensor = part.model(**self.arguments(batch))
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits (vocabulary) after the last of tokens (1, length), the same on every rank that computes
-        alike."""
+        """Return the logits (vocabulary) after the last of tokens (1, length), equal on all ranks."""
         last = tokens.shape[1] - 1
         padded = nn.functional.pad(tokens, (0, -tokens.shape[1] % self.multiple))
         if self.positions is None:
             return self._logits(padded, last, None).reshape(-1)
         positions = self.positions(padded.shape[1])
-        mine = (
-            (positions == last).nonzero().flatten().tolist()
-        )  # the index of the last token, on the device that has it
-        logits = self._logits(padded[:, positions], mine[0] if mine else 0, positions).reshape(-1)
-        return self.comm.all_reduce(logits if mine else torch.zeros_like(logits), "context")
+        # empty where another device has the last token
+        index = (positions == last).nonzero().flatten().tolist()
+        logits = self._logits(padded[:, positions], index[0] if index else 0, positions).reshape(-1)
+        return self.comm.all_reduce(logits if index else torch.zeros_like(logits), "context")
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
         (part,) = self.parts
@@ -211,8 +206,8 @@ class ParallelModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, modules are in eval mode, without dropout. Afterwards each is in the mode it was in before,
-        and whatever forwards without backward left in memory is given back."""
+        """Context in which modules are in eval mode, without dropout. Afterwards their former modes are
+        restored, and the memory of forwards without backward is freed."""
         modes = {module: module.training for part in self.parts for module in part.model.modules()}
         for part in self.parts:
             part.model.eval()
@@ -224,4 +219,4 @@ class ParallelModel:
             for module, mode in modes.items():
                 module.training = mode
         for part in self.parts:
-            part.settle()
+            part.free_forward()

@@ -1,21 +1,20 @@
-"""Pipeline parallelism: the model is cut in depth, and micro-batches flow through the stages.
+"""Pipeline parallelism: the model is cut in depth, and micro-batches pass through the stages.
 
-Which device does what when is a list of actions made in plan/schedule.py, the same that is drawn and costed;
-torch's pipelining runtime executes it and adds the sends and receives. What crosses between two stages,
-forward and back, is one micro-batch's hidden states: batch x sequence x hidden / (context x tensor) values,
-since each device of a tensor group sends only its own part of the sequence.
+plan/schedule.py makes the list of actions of each device, which is also drawn and priced; torch's pipelining
+runtime executes it and adds the sends and receives. Two stages exchange one micro-batch's hidden states,
+forward and backward: batch x sequence x hidden / (context x tensor) values, because each device of a tensor
+group sends only its part of the sequence.
 
 The loss of a micro-batch is the sum over its tokens times one factor for the whole step, so gradients simply
-add up: nothing is averaged over micro-batches or stages, and the result is that of one device whatever the
-schedule.
+add up: nothing is averaged over micro-batches or stages, and any schedule gives the result of one device.
 
 FSDP2 inside a stage gathers and reduces as it does without a pipeline (parallel/data.py), micro-batch by
 micro-batch. The zero-bubble schedules split backward in two, and the second half runs outside of the hooks
-that FSDP2 reduces from. There, weights stay gathered and gradients whole until the step's last action,
-whatever the ZeRO stage: the price of no bubble.
+in which FSDP2 reduces. So there weights stay gathered and gradients whole until the step's last action, in
+every ZeRO stage: the price of no bubble.
 
-A tied embedding has a copy on the first and on the last stage. Both begin equal, both get the sum of the two
-gradients, so both stay equal; the sum is one exchange between the two devices a step.
+A tied embedding has a copy on the first and on the last stage. Both begin equal and get the sum of the two
+gradients, so both stay equal; the sum is one exchange per step between the two devices.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from shardwise.parallel.stage_modules import AXIS, Stages
 
 
 class _StageModule(nn.Module):
-    """A stage's module as torch's runtime calls it: hidden states in, the rest by name. Not an FSDP2 module
-    itself, so that the runtime leaves gathering and reducing to parallel/data.py."""
+    """A stage's module as torch's runtime calls it: hidden states first, the rest by name. It is not an FSDP2
+    module itself, so that the runtime leaves gathering and reducing to parallel/data.py."""
 
     def __init__(self, part: nn.Module, last: bool) -> None:
         super().__init__()
@@ -52,79 +51,73 @@ class _StageModule(nn.Module):
     def forward(self, x: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         more = {"targets": targets} if self.last else {}
         result: Tensor = self.part(x, documents=documents, positions=self.positions, **more)
-        # What is sent is let go after backward, so it must be nobody else's.
-        result = (
-            result.clone()
-            if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            else result
-        )
-        # Where all weights so far are frozen there is nothing to go back through, but torch's runtime does go
-        # back.
+        # The sent tensor is freed after backward, so it must not share memory with the input.
+        if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            result = result.clone()
+        # Where all weights so far are frozen there is no backward, but torch's runtime runs one.
         return result.requires_grad_() if torch.is_grad_enabled() and not result.requires_grad else result
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose backward reduces gradients as the part's data parallelism says."""
+    """torch's stage, whose backward reduces gradients in the way of the part's data parallelism."""
 
     part: DataParallel
     comm: Comm
     split: bool
     sent: dict[int, list[Tensor]]
     begin: Callable[[int], None]
-    """Called before the forward of each micro-batch."""
+    """Function that is called before the forward of each micro-batch."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing to warm up: torch 2.11 would send to itself where two neighbouring stages are on one
+        """Return no warm-up sends: torch 2.11 would send to itself where two neighbouring stages are on one
         device."""
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of a micro-batch's output, which is remembered until its backward is done."""
+        """Return the sends of a micro-batch's output, which is freed after its backward."""
         operations = self._counted(super().get_fwd_send_ops(fwd_chunk_id))
         self.sent[fwd_chunk_id] = [operation.tensor for operation in operations]
         return operations
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The sends of the gradients of a micro-batch's input."""
+        """Return the sends of the gradients of a micro-batch's input."""
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _counted(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        for operation in operations:
-            self.comm.begin(
-                "send", AXIS, operation.tensor
-            )  # torch's runtime issues it, and keeps its end to itself
+        for operation in operations:  # torch's runtime issues them, and does not tell when they end
+            self.comm.begin("send", AXIS, operation.tensor)
         return operations
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
         self.begin(fwd_chunk_id)
         with self.comm.working():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         with self.comm.working():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
-            self._let_go(bwd_chunk_id)
+            self._free_sent(bwd_chunk_id)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self.comm.working():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            self.part.add_up()
-        self._let_go(bwd_chunk_id)
+            self.part.accumulate()
+        self._free_sent(bwd_chunk_id)
 
-    def _let_go(self, micro_batch: int) -> None:
-        """torch holds every output that was sent until the step ends. Its gradient has come back, so it has
-        arrived."""
+    def _free_sent(self, micro_batch: int) -> None:
+        """Free a micro-batch's sent outputs, which torch would hold until the step ends. Its gradient has
+        come back, so they have arrived."""
         for tensor in self.sent.pop(micro_batch, []):
             tensor.untyped_storage().resize_(0)
 
     def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
-    ) -> Any:
+        self, backward_type: str, bwd_kwargs: dict[str, object], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, object]] | None]:
         if self.split:
-            self.part.hold()
+            self.part.hold_gradients()
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         with self.part.micro_batch(last_backward):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
@@ -143,7 +136,7 @@ class Pipelined(ParallelModel):
         self._batch: Sequence[Batch] = ()
         self._modules = [
             _StageModule(part.model, stage == self.stages.last)
-            for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
+            for part, (stage, _) in zip(self.parts, self.stages.local_stages, strict=True)
         ]
         if self.stages.splits_backward:
             for part in self.parts:
@@ -152,16 +145,19 @@ class Pipelined(ParallelModel):
                     if isinstance(module, Head):
                         module.split_backward = True
         schedule, group = self.stages.schedule, self.comm.mesh.group(AXIS)
-        mine = zip(self._modules, self.parts, self.stages.own, strict=True)
-        runners = [self._stage(module, part, stage, group) for module, part, (stage, _) in mine]
-        actions = {rank: [str(action) for action in own] for rank, own in enumerate(schedule.actions)}
+        local_stages = zip(self._modules, self.parts, self.stages.local_stages, strict=True)
+        runners = [self._stage(module, part, stage, group) for module, part, (stage, _) in local_stages]
+        actions = {rank: [str(action) for action in row] for rank, row in enumerate(schedule.actions)}
         self._runtime = pipeline_runtime(runners, schedule.micro_batches, self._loss, actions)
 
     @property
     def pipeline(self) -> Stages:
+        """How the model is cut into stages."""
         return self.stages
 
-    def _stage(self, module: _StageModule, part: DataParallel, stage: int, group: Any) -> _Stage:
+    def _stage(
+        self, module: _StageModule, part: DataParallel, stage: int, group: dist.ProcessGroup | None
+    ) -> _Stage:
         stages, layout = self.stages, self.comm.mesh.layout
         ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
         shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
@@ -185,42 +181,34 @@ class Pipelined(ParallelModel):
         return output * self._factor
 
     def named_parameters(self, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the plain model names them; `once`: a tied weight only where the first stage is."""
-        for part, (stage, _) in zip(self.parts, self.stages.own, strict=True):
+        """Yield this rank's parameters, with the names of the plain model; with `once`, a tied weight comes
+        with the first stage only."""
+        for part, (stage, _) in zip(self.parts, self.stages.local_stages, strict=True):
             for name, parameter in part.model.named_parameters():
                 if not (once and stage > 0 and name in self.table.tied):
                     yield self.table.tied_name(name), parameter
 
     def _run(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
-        own = [self.own(micro_batch) for micro_batch in batch]
         self._batch, self._factor, self._total = batch, factor, torch.zeros_like(factor)
-        self._tell_positions(batch[0].inputs.shape[1])
-        targets = torch.cat([micro_batch.targets for micro_batch in own])
-        more: dict[str, Any] = {"targets": targets}
-        if own[0].documents is not None:
-            more["documents"] = torch.cat(
-                [micro_batch.documents for micro_batch in own if micro_batch.documents is not None]
-            )
-        inputs = (torch.cat([micro_batch.inputs for micro_batch in own]),) if self._has(0) else ()
-        with (
-            self.comm.waiting()
-        ):  # what torch's runtime does beside the stages' work is wait for sends and receives
-            self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
+        self._set_positions(batch[0].inputs.shape[1])
+        micro_batches = [self.local_batch(micro_batch) for micro_batch in batch]
+        targets = torch.cat([micro_batch.targets for micro_batch in micro_batches])
+        named = {"targets": targets}
+        documents = [micro.documents for micro in micro_batches if micro.documents is not None]
+        if documents:
+            named["documents"] = torch.cat(documents)
+        inputs = (torch.cat([micro_batch.inputs for micro_batch in micro_batches]),) if self._has(0) else ()
+        with self.comm.waiting():  # beside the stages' work, torch's runtime waits for sends and receives
+            self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **named)
         for part in self.parts:
-            # FSDP2 lets go of weights when a backward ends, which never begins where all of a stage's weights
-            # are frozen.
-            if self.stages.splits_backward or not any(
-                parameter.requires_grad for parameter in part.model.parameters()
-            ):
-                part.release()
+            # FSDP2 frees weights when a backward ends, and a stage whose weights are all frozen has none.
+            if self.stages.splits_backward or not _is_trained(part.model):
+                part.reduce_gradients()
         return self._total
 
-    def _tell_positions(self, length: int) -> None:
-        positions = (
-            torch.arange(length, device=self.comm.device)
-            if self.positions is None
-            else self.positions(length)
-        )
+    def _set_positions(self, length: int) -> None:
+        whole = torch.arange(length, device=self.comm.device)
+        positions = whole if self.positions is None else self.positions(length)
         for module in self._modules:
             module.positions = positions
 
@@ -240,51 +228,48 @@ class Pipelined(ParallelModel):
                 self._add_from_other_end(gradients[0])
 
     def _parameter(self, stage: int, name: str) -> nn.Parameter | None:
-        own = {number: part.model for part, (number, _) in zip(self.parts, self.stages.own, strict=True)}
-        return dict(own[stage].named_parameters())[name] if stage in own else None
+        numbers = (number for number, _ in self.stages.local_stages)
+        models = {number: part.model for number, part in zip(numbers, self.parts, strict=True)}
+        return dict(models[stage].named_parameters())[name] if stage in models else None
 
     def _add_from_other_end(self, gradient: Tensor) -> None:
         first, last = self.stages.schedule.rank_of_stage[0], self.stages.schedule.rank_of_stage[-1]
         peer = last if self.stages.rank == first else first
-        (theirs,) = self.comm.start_exchange([gradient], AXIS, peer, peer).arrived()
-        gradient += theirs
+        (received,) = self.comm.start_exchange([gradient], AXIS, peer, peer).arrived()
+        gradient += received
 
     def loss(self, batch: Batch) -> Tensor:
-        """The summed loss where the last stage is, zero elsewhere; without gradients."""
-        own = self.own(batch)
+        """Return the summed loss on the rank of the last stage and zero elsewhere, without gradients."""
+        part = self.local_batch(batch)
         self.begin(batch)
-        result = self._through(own.inputs, batch.inputs.shape[1], own.documents, targets=own.targets)
-        return (
-            torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device)
-            if result is None
-            else result
-        )
+        result = self._forward(part.inputs, batch.inputs.shape[1], part.documents, targets=part.targets)
+        zero = torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device)
+        return zero if result is None else result
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
         length = tokens.shape[1] * self.comm.mesh.size("context")
-        result = self._through(tokens, length, None, logits_at=at)
+        result = self._forward(tokens, length, None, logits_at=at)
         vocabulary = torch.zeros(1, dtype=torch.int64, device=self.comm.device)
         if result is not None:
             vocabulary += result.shape[-1]
         self.comm.all_reduce(vocabulary, AXIS)
         if result is None:
-            result = torch.zeros(
-                tokens.shape[0], int(vocabulary), dtype=self.stages.dtype, device=self.comm.device
-            )
+            shape = (tokens.shape[0], int(vocabulary))
+            result = torch.zeros(shape, dtype=self.stages.dtype, device=self.comm.device)
         return self.comm.all_reduce(result, AXIS)
 
-    def _through(self, inputs: Tensor, length: int, documents: Tensor | None, **head: Any) -> Tensor | None:
-        """One micro-batch forward through all stages; the result where the last stage is."""
-        self._tell_positions(length)
+    def _forward(
+        self, inputs: Tensor, length: int, documents: Tensor | None, **head: Tensor | int
+    ) -> Tensor | None:
+        """Run one micro-batch forward through all stages, and return the result on the rank of the last one;
+        `head` are arguments of the last stage."""
+        self._set_positions(length)
         schedule = self.stages.schedule
         x = inputs
         for stage, part in zip(schedule.stages_of(self.stages.rank), self.parts, strict=True):
             if stage > 0 and not self._has(stage - 1):
-                shape = (
-                    inputs.shape[0],
-                    inputs.shape[1] // self.comm.mesh.size("tensor"),
-                    self.stages.hidden,
-                )
+                tokens = inputs.shape[1] // self.comm.mesh.size("tensor")
+                shape = (inputs.shape[0], tokens, self.stages.hidden)
                 x = torch.empty(shape, dtype=self.stages.dtype, device=self.comm.device)
                 self.comm.receive(x, AXIS, schedule.rank_of_stage[stage - 1])
             more = head if stage == self.stages.last else {}
@@ -292,3 +277,7 @@ class Pipelined(ParallelModel):
             if stage < self.stages.last and not self._has(stage + 1):
                 self.comm.send(x, AXIS, schedule.rank_of_stage[stage + 1])
         return x if self._has(self.stages.last) else None
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())

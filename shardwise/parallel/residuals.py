@@ -1,9 +1,8 @@
-"""What compression left out of gradients so far, as part of a run's state (checkpoint/state_key.py has the
-keys).
+"""Residuals of gradient compression as part of a run's state (checkpoint/state_key.py has the keys).
 
 A device's residual of a parameter has the shape of what it encodes: the whole parameter where gradients are
-summed whole or scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the
-same on all devices that sum the same.
+all-reduced or reduce-scattered, its shard where shards are summed over replicas. PowerSGD's factors are equal
+on all devices of a sum.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from shardwise.comm import Compressor
 from shardwise.comm.low_rank import LowRankSum
 from shardwise.mesh import Mesh
 from shardwise.parallel.data import DataParallel
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 
-EVERYONE = {SHARDS: COPIES, EXPERT_SHARDS: f"replica x {EXPERT_SHARDS}"}
-"""Axes over which gradients are scattered, and all devices that hold the same parameter in pieces."""
+ALL_DEVICES = {SHARDS: COPIES, EXPERT_SHARDS: f"replica x {EXPERT_SHARDS}"}
+"""For each axis over which gradients are scattered, the axis of all devices that hold pieces of a
+parameter."""
 
 
 def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[StateKey, Tensor]]:
-    """Yield residuals and factors with their keys; what is loaded into these tensors is what compression goes
-    on with."""
+    """Yield residuals and factors with their keys; compression continues with what is loaded into them."""
     for compressor in part.compressors:
         residuals = compressor.residuals()
         for name, parameter in part.model.named_parameters():
             where = _slice(compressor, parameter, mesh)
             if name in residuals:
                 key = StateKey(StateKind.RESIDUAL, name, part=where)
-                yield key, _unpadded(residuals[name], where, compressor.axis in EVERYONE)
+                yield key, _unpadded(residuals[name], where, compressor.axis in ALL_DEVICES)
             if isinstance(compressor.sums, LowRankSum) and name in compressor.settings.names:
                 factor = compressor.sums.factor(name, parameter.shape[-1], compressor.comm.device)
                 shared = replace(where, device=where.device // compressor.group.size(), devices=None)
@@ -43,8 +42,9 @@ def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[StateKey, T
 
 def _slice(compressor: Compressor, parameter: nn.Parameter, mesh: Mesh) -> GradientSlice:
     """Return the slice of a parameter whose gradients this device compresses."""
-    devices = EVERYONE.get(compressor.axis, compressor.axis)
-    box = tuple((part.start, part.stop) for part in held(parameter, whole=compressor.axis in EVERYONE))
+    devices = ALL_DEVICES.get(compressor.axis, compressor.axis)
+    slices = local_slices(parameter, gathered=compressor.axis in ALL_DEVICES)
+    box = tuple((part.start, part.stop) for part in slices)
     axis = compressor.label.replace(" ", "")
     return GradientSlice(axis, box, mesh.coordinate(devices), mesh.size(devices))
 

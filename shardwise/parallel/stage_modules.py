@@ -1,4 +1,4 @@
-"""How a model is cut into pipeline stages, and what flows between them: values, and the cutting itself."""
+"""How a model is cut into pipeline stages, and which tensors pass between them."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ AXIS = "pipeline"
 
 @dataclass(frozen=True)
 class Stages:
-    """How the model is cut, and what flows between the stages."""
+    """How the model is cut, and the shape of the hidden states that pass between stages."""
 
     schedule: Schedule
     blocks: tuple[range, ...]
-    """The blocks of every stage."""
+    """Numbers of the blocks of every stage."""
     rank: int
     micro_batch: int
     length: int
-    """Tokens of a sequence that are this device's."""
+    """Number of tokens of a sequence on this device."""
     hidden: int
     dtype: torch.dtype
 
     @property
-    def own(self) -> list[tuple[int, range]]:
+    def local_stages(self) -> list[tuple[int, range]]:
         """The stages of this rank and their blocks."""
         return [(stage, self.blocks[stage]) for stage in self.schedule.stages_of(self.rank)]
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether the gradients of inputs and of weights are computed at different times."""
         return SCHEDULE_FACTS[self.schedule.name].splits_backward
 
     @property
     def last(self) -> int:
-        """The stage with the head."""
+        """Number of the last stage, which has the head."""
         return self.schedule.stages - 1
 
 
-def own_stages(plan: Plan, comm: Comm) -> Stages:
-    """The cut of this job."""
+def make_stages(plan: Plan, comm: Comm) -> Stages:
+    """Return how the plan cuts the model."""
     mesh, layout = comm.mesh, comm.mesh.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, plan.accumulation, layout.stages_per_rank)
     assert layout.stages is not None, "a plan says how the model is cut"
@@ -65,18 +65,18 @@ def own_stages(plan: Plan, comm: Comm) -> Stages:
     )
 
 
-def cut_out(model: nn.Module, table: Sharding, stage: int, stages: Stages) -> None:
-    """Turn a whole model into one stage of it; blocks keep their numbers, so parameters keep their names."""
+def reduce_to_stage(model: nn.Module, table: Sharding, stage: int, stages: Stages) -> None:
+    """Remove from a model what is not of this stage; blocks keep their numbers, so parameters keep their
+    names."""
     if table.blocks is None:
         raise UserError(
             "layout.pipeline: the model's sharding table names no `blocks`, so it cannot be cut into stages"
         )
-    kept = nn.ModuleList()
+    blocks = nn.ModuleList()
     for block in stages.blocks[stage]:
-        kept.add_module(str(block), model.get_submodule(f"{table.blocks}.{block}"))
-    _replace(model, table.blocks, kept)
-    gone = [*(table.first if stage > 0 else ()), *(table.last if stage < stages.last else ())]
-    for path in gone:
+        blocks.add_module(str(block), model.get_submodule(f"{table.blocks}.{block}"))
+    _replace(model, table.blocks, blocks)
+    for path in (*(table.first if stage > 0 else ()), *(table.last if stage < stages.last else ())):
         _replace(model, path, None)
 
 

@@ -1,4 +1,4 @@
-"""The sharding table of a model, as the model has it, and which of its modules are tables of vectors."""
+"""The sharding table that a model declares, and the modules whose weight is looked up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shardwise.errors import UserError
 from shardwise.models import Sharding
 from shardwise.models.user_module import name_of
 
-LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-"""Modules whose weight is a table of vectors."""
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weight is looked up, not multiplied by."""
 
 
 def table_of(model: nn.Module) -> Sharding:

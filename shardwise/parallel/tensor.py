@@ -1,36 +1,35 @@
 """Tensor and sequence parallelism: several devices share each matrix, and each layer's tokens.
 
-The sharding table (plan/sharding.py) says what each module does; here that becomes weights that are DTensors
-on the `tensor` axis, and collectives at the borders. A pair of matrices, the first split by outputs and the
-second by inputs, needs none between them (Shoeybi et al. 2019): heads of attention, inner features of the
-feed-forward. Before the first the sequence is gathered, after the second the partial results are summed and
-scattered along the sequence (Korthikanti et al. 2022), so what lies outside the pair, norms and residuals, is
-held and computed once, in parts.
+The sharding table (plan/sharding.py) gives each module a role. Here roles become weights that are DTensors on
+the `tensor` axis, and collectives around modules. A pair of matrices, the first split by outputs and the
+second by inputs, needs no collective between them (Shoeybi et al. 2019): heads of attention, inner features
+of the feed-forward. Before the first the sequence is gathered, after the second the partial results are
+summed and scattered along the sequence (Korthikanti et al. 2022), so norms and residuals outside the pair are
+stored and computed once, in parts.
 
-A layer, forward: all-gather of batch x sequence x hidden values before attention and before the feed-forward,
-and a reduce-scatter of as many after each; the same again in backward, where each becomes the other. The
-gathered sequence is not kept for backward: a device keeps its own part and gathers again when the weights'
-gradients ask for it, one more all-gather before each of the two. (Recomputation, of all or of selected parts,
-does the same by itself; a compiled block keeps what its compiler decides.)
+Forward of a layer: all-gather of batch x sequence x hidden values before attention and before the
+feed-forward, and a reduce-scatter of as many after each; backward has the same, with the two exchanged. The
+gathered sequence is not saved for backward: a device saves its part and gathers again for the gradients of
+the weights, one more all-gather before each of the two. (Recomputation does the same by itself, and the
+compiler of a compiled block decides what to save.)
 
-DTensor holds the weights, and no more than that. A module computes on its local part, as if it were a smaller
-module (parallel/modules.py): torch's kernels, the compiler and a user's own modules see plain tensors, and
-every collective is one that we wrote down and count.
+DTensor only holds the weights. A module computes on its local part, as if it were a smaller module
+(parallel/modules.py): torch's kernels, the compiler and a user's modules see plain tensors, and every
+collective is written down here and counted.
 
-Matrices are those of `nn.Linear` and `nn.Conv1d`, which is one for each place of its kernel: (outputs,
-inputs, kernel), between activations (batch, channels, sequence). `unfit` says what else a role can be given
-to.
+Matrices are those of `nn.Linear` and `nn.Conv1d`, which has one for each element of its kernel: (outputs,
+inputs, kernel), between activations (batch, channels, sequence). `role_problem` says which other modules can
+have a role.
 
 Weights that are whole on every device (norms, and key or value heads that several devices use) see different
-tokens or heads on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a step, in one
-message.
+tokens or heads on each, so their gradients are parts of a sum: `sum_whole` adds them up, once per step, in
+one message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from inspect import signature
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,59 +52,63 @@ from shardwise.plan.sharding import copies_parts, split_dim
 
 AXIS = "tensor"
 SEQUENCE = 1
-"""The dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
+"""Dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
 
 SPLITTABLE = (
     "columns() and rows() split nn.Linear, nn.Conv1d with groups=1, and modules of your own with a weight "
-    "(outputs, inputs); "
-    "vocabulary() splits nn.Embedding; loss() splits shardwise.models.Head; whole() and positions() keep "
-    "weights whole"
+    "(outputs, inputs); vocabulary() splits nn.Embedding; loss() splits shardwise.models.Head; whole() and "
+    "positions() keep weights whole"
 )
-"""What a table can split, for whoever asked for something else."""
+"""Part of error messages that names what a table can split."""
 
 
-def unfit(role: Role, module: nn.Module) -> str | None:
-    """Why a module cannot have this role; None: it can, as far as its kind tells."""
-    reason = _reason(role, module)
-    return (
-        None
-        if reason is None
-        else f"the role {role.kind}() does not fit {type(module).__name__}: {reason}. {SPLITTABLE}"
-    )
+def role_problem(role: Role, module: nn.Module) -> str | None:
+    """Return why a module cannot have this role; None: it can, as far as its class tells."""
+    if role.kind in ("columns", "rows"):
+        reason = _matrix_problem(module)
+    elif role.kind in ("vocabulary", "positions"):
+        reason = _embedding_problem(role, module)
+    else:
+        reason = _whole_module_problem(role, module)
+    if reason is None:
+        return None
+    return f"the role {role.kind}() does not fit {type(module).__name__}: {reason}. {SPLITTABLE}"
 
 
-def _reason(role: Role, module: nn.Module) -> str | None:
-    weight = getattr(module, "weight", None)
-    if role.kind in ("vocabulary", "positions"):
-        if not isinstance(module, nn.Embedding):
-            return "it is for nn.Embedding"
-        if role.kind == "vocabulary" and (module.max_norm is not None or module.scale_grad_by_freq):
-            return "a device that has some of the rows knows neither max_norm nor scale_grad_by_freq"
-    elif role.kind == "loss" and not isinstance(module, Head):
+def _matrix_problem(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Conv1d):
+        return None if module.groups == 1 else f"it has groups={module.groups}"
+    from_library = type(module).__module__.partition(".")[0] in ("torch", "transformers")
+    if (from_library and not isinstance(module, nn.Linear)) or isinstance(module, nn.Embedding):
+        return "that has no matrix (outputs, inputs) which a part of it could stand for"
+    if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+        return "it has no weight (outputs, inputs)"
+    return None
+
+
+def _embedding_problem(role: Role, module: nn.Module) -> str | None:
+    if not isinstance(module, nn.Embedding):
+        return "it is for nn.Embedding"
+    if role.kind == "vocabulary" and (module.max_norm is not None or module.scale_grad_by_freq):
+        return "a device that has some of the rows knows neither max_norm nor scale_grad_by_freq"
+    return None
+
+
+def _whole_module_problem(role: Role, module: nn.Module) -> str | None:
+    if role.kind == "loss" and not isinstance(module, Head):
         return "it is for shardwise.models.Head; elsewhere use columns(gather=True)"
-    elif role.kind == "whole" and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+    if role.kind == "whole" and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return (
             "it looks at all of a sequence, of which a device has a part here; write it with nn.Linear, as "
             "examples/own_model.py"
         )
-    elif role.kind in ("columns", "rows"):
-        if isinstance(module, nn.Conv1d):
-            return None if module.groups == 1 else f"it has groups={module.groups}"
-        others = type(module).__module__.partition(".")[0] in ("torch", "transformers") and not isinstance(
-            module, nn.Linear
-        )
-        if others or isinstance(module, nn.Embedding):
-            return "that has no matrix (outputs, inputs) which a part of it could stand for"
-        if getattr(weight, "ndim", 0) != 2:
-            return "it has no weight (outputs, inputs)"
     return None
 
 
 def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_again: bool = False) -> nn.Module:
-    """Return this rank's part of a plain model on the meta device, which it is made from. Experts are left to
-    parallel/expert.py.
-
-    With `gather_again`, gathered sequences are let go after forward and gathered again in backward.
+    """Return this rank's part of a plain model on the meta device, which is changed. parallel/expert.py
+    splits experts. With `gather_again`, gathered sequences are freed after forward and gathered again in
+    backward.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     split: dict[nn.Module, nn.Module] = {}
@@ -123,7 +126,7 @@ def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_agai
 
 
 def _split(module: nn.Module, share: Share, gather_again: bool) -> nn.Module:
-    """Return the module that takes the place of this one, in the way that its role asks for."""
+    """Return the module that takes the place of this one, of the class for its role."""
     assert share.role is not None
     kind = _KINDS[share.role.kind]
     if kind is not Gathered:
@@ -136,46 +139,49 @@ def _split(module: nn.Module, share: Share, gather_again: bool) -> nn.Module:
 
 
 def missing_entry(path: str, names: list[str]) -> str:
-    """What to say of a module with weights that the table does not name."""
+    """Return the error message for a module with weights that the table does not name."""
     return (
         f"the sharding table has no entry for {path or 'the model itself'}, which has the weights "
-        f"{', '.join(names)}; "
-        f'add one, for example "{path}": whole() (docs/sharding.md lists the roles). {SPLITTABLE}'
+        f'{", ".join(names)}; add one, for example "{path}": whole() (docs/sharding.md lists the roles). '
+        f"{SPLITTABLE}"
     )
 
 
 def sum_whole(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
-    """Complete the gradients of weights that are whole on every device of the tensor axis."""
+    """Sum the gradients of weights that are whole on every device of the tensor axis."""
     if comm.mesh.size(AXIS) == 1:
         return
     parts = [local(p.grad) for p in parameters if p.grad is not None and is_whole(p)]
     for dtype in {part.dtype for part in parts}:
-        same = [part for part in parts if part.dtype == dtype]
-        together = comm.all_reduce(torch.cat([part.flatten() for part in same]), AXIS)
-        for part, summed in zip(same, torch.split(together, [part.numel() for part in same]), strict=True):
-            part.copy_(summed.view_as(part))
+        _sum_in_place([part for part in parts if part.dtype == dtype], comm)
+
+
+def _sum_in_place(parts: list[Tensor], comm: Comm) -> None:
+    total = comm.all_reduce(torch.cat([part.flatten() for part in parts]), AXIS)
+    for part, summed in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
+        part.copy_(summed.view_as(part))
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Whether every device of the tensor axis has all of a weight, and a part of its gradient's sum."""
+    """Return whether every device of the tensor axis has all of a weight, and a part of its gradient's
+    sum."""
     if not isinstance(parameter, DTensor):
         return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    own = [
-        placement for name, placement in zip(names, parameter.placements, strict=True) if _is_of_axis(name)
-    ]
-    return bool(own) and all(isinstance(placement, Replicate) for placement in own)
+    named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    placements = [placement for name, placement in named if _is_tensor_axis(name)]
+    return bool(placements) and all(isinstance(placement, Replicate) for placement in placements)
 
 
-def _is_of_axis(name: str) -> bool:
-    """Whether a dim of the grid is the tensor axis, which has two parts where experts borrow one of them."""
+def _is_tensor_axis(name: str) -> bool:
+    """Return whether a dim of the mesh is the tensor axis, which has two parts where experts use one of
+    them."""
     return all(part.partition(".")[0] == AXIS for part in name.split(" x "))
 
 
 def _distribute(
     module: nn.Module, name: str, dim: int | None, comm: Comm, distributed: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Make one weight a DTensor; a weight that two modules share stays one."""
+    """Make a weight a DTensor; a weight that two modules share stays shared."""
     plain = module._parameters[name]
     assert plain is not None
     if plain not in distributed:
@@ -186,32 +192,30 @@ def _distribute(
 
 
 class Whole(ParallelModule):
-    """Weights on every device, used on the device's own tokens or heads."""
+    """A module whose weights are whole on every device, and used on the device's tokens or heads."""
 
     def describe_share(self) -> str:
-        """All of it."""
+        """Return that this device has all of it."""
         return "whole, gradients summed"
 
 
 class Gathered(ParallelModule):
-    """Needs the whole sequence: (batch, part of the sequence, hidden) is gathered to (batch, sequence,
-    hidden) before forward.
-
-    By a hook, which stays outside of what recomputation makes of forward: beside experts, attention is
-    recomputed selectively by itself and keeps its gathered input.
+    """A module that needs the whole sequence: (batch, part of the sequence, hidden) is gathered to (batch,
+    sequence, hidden) before forward, by a hook. A hook stays outside of recomputation, which wraps forward:
+    beside experts, attention is recomputed selectively by itself and saves its gathered input.
     """
 
     parallel_input: str
-    """The name of the first argument, which is what is gathered, for callers who give it by name."""
+    """Name of the first argument, which is gathered, for callers who pass it by name."""
 
     def describe_share(self) -> str:
-        """What happens to its input."""
+        """Return what happens to its input."""
         return "sequence gathered before"
 
 
 def _gather_input(
-    module: Gathered, inputs: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    module: Gathered, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     if not inputs:
         if module.parallel_input not in named:
             raise UserError(
@@ -219,49 +223,51 @@ def _gather_input(
                 f"{module.parallel_input or 'of which it has none'}: that is the sequence to put together "
                 f"before the call"
             )
-        inputs, named = (
-            (named[module.parallel_input],),
-            {k: v for k, v in named.items() if k != module.parallel_input},
-        )
+        inputs = (named[module.parallel_input],)
+        named = {name: value for name, value in named.items() if name != module.parallel_input}
     return (gather(inputs[0], module.parallel_share.comm, AXIS, SEQUENCE), *inputs[1:]), named
 
 
 class Regathered(Gathered):
-    """Wherever autograd would keep the gathered input, or a view of it, it keeps this device's part of it
-    instead."""
+    """A module for which autograd saves this device's part of the gathered input, instead of all of it or a
+    view of it."""
 
-    def forward(self, whole: Tensor, *rest: Any, **named: Any) -> Any:
-        """The module's own."""
-        again = _Again(whole, self.parallel_share)
-        with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
-            return super().forward(whole, *rest, **named)
+    def forward(self, whole: Tensor, *rest: object, **named: object) -> Tensor:
+        """Run the module's forward with hooks for saved tensors."""
+        regathered = _Regathered(whole, self.parallel_share)
+        with torch.autograd.graph.saved_tensors_hooks(regathered.pack, regathered.unpack):
+            output: Tensor = super().forward(whole, *rest, **named)
+            return output
 
     def describe_share(self) -> str:
-        """What happens to its input."""
+        """Return what happens to its input."""
         return "sequence gathered before, and again in backward"
 
 
-class _Again:
-    """A gathered tensor that is let go, and gathered again when the first of its users asks for it in
-    backward."""
+View = tuple[torch.Size, tuple[int, ...], int]
+"""Size, stride and storage offset of a view of the gathered tensor."""
+
+
+class _Regathered:
+    """A gathered tensor that is freed, and gathered again when backward first needs it."""
 
     def __init__(self, whole: Tensor, share: Share) -> None:
         self.comm, self.storage = share.comm, whole.untyped_storage().data_ptr()
-        self.own = whole.detach().chunk(share.size, SEQUENCE)[share.index].clone()
+        self.part = whole.detach().chunk(share.size, SEQUENCE)[share.index].clone()
         self.whole: Tensor | None = None
         self.users = self.left = 0
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Tensor | View:
         if tensor.untyped_storage().data_ptr() != self.storage:
             return tensor
         self.users += 1
-        return tensor.size(), tensor.stride(), tensor.storage_offset()
+        return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Tensor | View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if self.whole is None:
-            self.whole, self.left = gather(self.own, self.comm, AXIS, SEQUENCE), self.users
+            self.whole, self.left = gather(self.part, self.comm, AXIS, SEQUENCE), self.users
         view = self.whole.as_strided(*packed)
         self.left -= 1
         if not self.left:
@@ -270,25 +276,26 @@ class _Again:
 
 
 class Column(ParallelModule):
-    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs); of a
+    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs); for a
     convolution, (batch, inputs, sequence) to (batch, device's outputs, sequence)."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own, on this device's rows of the weight."""
-        output = super().forward(*inputs, **named)
+    def forward(self, *inputs: object, **named: object) -> Tensor:
+        """Run the module's forward on this device's rows of the weight."""
+        output: Tensor = super().forward(*inputs, **named)
         assert self.parallel_share.role is not None
         if not self.parallel_share.role.gather:
             return output
-        return _put_together(output, _rows_of(self), self.parallel_share, _dim_of_features(self, output))
+        return _gather_features(output, _rows_of(self), self.parallel_share, _feature_dim(self, output))
 
     def parallel_part(self, name: str, part: Tensor) -> Tensor:
-        """Where there are fewer parts (key heads) than devices, each device holds all of them and uses
-        one."""
+        """Return this device's rows. Where there are fewer parts (key heads) than devices, each device holds
+        all parts and uses one."""
         copied = self._copied_part()
         return part if copied is None else part.chunk(copied[1])[copied[0]]
 
     def _copied_part(self) -> tuple[int, int] | None:
-        """Which of how many parts, where every device holds all of them."""
+        """Return the index of this device's part and the number of parts, where every device holds all parts;
+        None elsewhere."""
         role, share = self.parallel_share.role, self.parallel_share
         assert role is not None
         if role.parts is None or not copies_parts(role, share.size):
@@ -296,50 +303,43 @@ class Column(ParallelModule):
         return share.index * role.parts // share.size, role.parts
 
     def describe_share(self) -> str:
-        """This device's outputs."""
+        """Return the range of this device's outputs."""
         rows, copied = _rows_of(self), self._copied_part()
         if copied is not None:
             part, parts = copied
-            return (
-                f"outputs {part * rows // parts}:{(part + 1) * rows // parts} of {rows}, all of which "
-                f"it holds"
-            )
+            start, stop = part * rows // parts, (part + 1) * rows // parts
+            return f"outputs {start}:{stop} of {rows}, all of which it holds"
         assert self.parallel_share.role is not None
-        return f"outputs {_in_words(self.parallel_share, rows)}" + (
-            ", gathered after" if self.parallel_share.role.gather else ""
-        )
+        gathered = ", gathered after" if self.parallel_share.role.gather else ""
+        return f"outputs {_describe_range(self.parallel_share, rows)}{gathered}"
 
 
 class Row(ParallelModule):
     """A matrix split by inputs: (batch, sequence, device's inputs) to (batch, device's part of the sequence,
-    outputs); of a convolution, (batch, device's inputs, sequence) to (batch, outputs, device's part of the
+    outputs); for a convolution, (batch, device's inputs, sequence) to (batch, outputs, device's part of the
     sequence)."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own, without its bias, which is added once, after the sum over the devices."""
+    def forward(self, *inputs: object, **named: object) -> Tensor:
+        """Run the module's forward without its bias, which is added once, after the sum over the devices."""
         partial: Tensor = super().forward(*inputs, **named)
         sequence = partial.ndim - 1 if isinstance(self, nn.Conv1d) else SEQUENCE
-        summed, bias = (
-            scatter_sum(partial, self.parallel_share.comm, AXIS, sequence),
-            self._parameters.get("bias"),
-        )
-        if bias is None:
+        summed = scatter_sum(partial, self.parallel_share.comm, AXIS, sequence)
+        parameter = self._parameters.get("bias")
+        if parameter is None:
             return summed
-        own = local(bias).to(summed.dtype)
-        return summed + (own.unsqueeze(-1) if isinstance(self, nn.Conv1d) else own)
+        bias = local(parameter).to(summed.dtype)
+        return summed + (bias.unsqueeze(-1) if isinstance(self, nn.Conv1d) else bias)
 
     def parallel_part(self, name: str, part: Tensor) -> Tensor | None:
-        """No bias for the module's own code."""
+        """Return this device's part of the weight, and None for the bias."""
         return None if name == "bias" else part
 
     def describe_share(self) -> str:
-        """This device's inputs."""
+        """Return the range of this device's inputs."""
         weight = self._parameters["weight"]
         assert weight is not None
-        return (
-            f"inputs {_in_words(self.parallel_share, weight.shape[1])}, outputs summed and scattered along "
-            f"the sequence"
-        )
+        inputs = _describe_range(self.parallel_share, weight.shape[1])
+        return f"inputs {inputs}, outputs summed and scattered along the sequence"
 
 
 class Vocabulary(ParallelModule):
@@ -350,44 +350,42 @@ class Vocabulary(ParallelModule):
     padding_idx: int | None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows of ids that other devices have are zeros here, and the sum over the devices fills them in."""
+        """Look up this device's ids, with zeros for the others, and sum over the devices."""
         weight, first = self.weight, self.parallel_share.range_of(_rows_of(self)).start
         rows = ids - first
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
-        dtype = getattr(self, "compute_dtype", None)  # which a user's own kind of embedding does not have
-        padding = (
-            None
-            if self.padding_idx is None or not 0 <= self.padding_idx - first < weight.shape[0]
-            else self.padding_idx - first
-        )
+        dtype = getattr(self, "compute_dtype", None)  # a user's class of embedding does not have it
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None
         vectors = lookup(rows.masked_fill(elsewhere, 0), weight, dtype, padding)  # (batch, sequence, hidden)
-        return scatter_sum(
-            vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.parallel_share.comm, AXIS, SEQUENCE
-        )
+        vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return scatter_sum(vectors, self.parallel_share.comm, AXIS, SEQUENCE)
 
     def describe_share(self) -> str:
-        """This device's ids."""
-        return (
-            f"ids {_in_words(self.parallel_share, _rows_of(self))}, summed and scattered along the sequence"
-        )
+        """Return the range of this device's ids."""
+        ids = _describe_range(self.parallel_share, _rows_of(self))
+        return f"ids {ids}, summed and scattered along the sequence"
 
 
 class Position(ParallelModule):
     """An embedding of positions, whole on every device: all positions to the vectors of this device's part of
     the sequence."""
 
-    def forward(self, positions: Tensor) -> Any:
-        """The module's own, of fewer positions."""
-        return super().forward(positions.chunk(self.parallel_share.size, -1)[self.parallel_share.index])
+    def forward(self, positions: Tensor) -> Tensor:
+        """Run the module's forward for this device's positions."""
+        part = positions.chunk(self.parallel_share.size, -1)[self.parallel_share.index]
+        output: Tensor = super().forward(part)
+        return output
 
     def describe_share(self) -> str:
-        """All of it."""
+        """Return that this device has all of it."""
         return "whole, asked for this device's part of the sequence, gradients summed"
 
 
 class VocabularyLoss(ParallelModule):
-    """`models.Head`, each device with its part of the vocabulary: the logits exist in parts only."""
+    """`models.Head` split by ids: each device computes the logits of its part of the vocabulary."""
 
     weight: Tensor
     split_backward: bool
@@ -397,27 +395,23 @@ class VocabularyLoss(ParallelModule):
 
     @eager
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
-        """Of (batch, part of the sequence, hidden): the loss, or whole logits at one position, or at all."""
-        hidden, weight = (
-            gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE),
-            self.weight,
-        )  # (batch, sequence, hidden)
+        """Return the loss of (batch, part of the sequence, hidden), or, without targets, the whole logits at
+        one position or at all."""
+        hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight
         if targets is not None:
-            flat, goals, part = hidden.flatten(0, 1), targets.flatten(), self._part_of_vocabulary()
-            split, softcap, float8 = self.split_backward, self.softcap, self.float8
             return linear_cross_entropy(
-                flat,
+                hidden.flatten(0, 1),
                 weight,
-                goals,
+                targets.flatten(),
                 self.chunk,
-                part=part,
-                split_backward=split,
-                softcap=softcap,
-                float8=float8,
+                part=self._part_of_vocabulary(),
+                split_backward=self.split_backward,
+                softcap=self.softcap,
+                float8=self.float8,
             )
         chosen = hidden if at is None else hidden[:, at]
         logits = cap_logits(linear(chosen, weight.to(hidden.dtype)), self.softcap)
-        return _put_together(logits, _rows_of(self), self.parallel_share, logits.ndim - 1)
+        return _gather_features(logits, _rows_of(self), self.parallel_share, logits.ndim - 1)
 
     def _part_of_vocabulary(self) -> VocabularyPart:
         comm, rows = self.parallel_share.comm, _rows_of(self)
@@ -425,43 +419,39 @@ class VocabularyLoss(ParallelModule):
         def maximum(numbers: Tensor) -> Tensor:
             return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-        first, most_rows = (
+        first, max_rows = (
             self.parallel_share.range_of(rows).start,
             largest_part(rows, self.parallel_share.size),
         )
-        return VocabularyPart(first, most_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
+        return VocabularyPart(first, max_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
     def describe_share(self) -> str:
-        """This device's ids."""
-        return (
-            f"ids {_in_words(self.parallel_share, _rows_of(self))}, sequence gathered before, sums of the "
-            f"loss over all devices"
-        )
+        """Return the range of this device's ids."""
+        ids = _describe_range(self.parallel_share, _rows_of(self))
+        return f"ids {ids}, sequence gathered before, sums of the loss over all devices"
 
 
-def _dim_of_features(module: nn.Module, output: Tensor) -> int:
-    """Of what a split module returns: the last, but for convolutions."""
+def _feature_dim(module: nn.Module, output: Tensor) -> int:
+    """Return the dim of a split module's output that has the features: the last, except for convolutions."""
     return output.ndim - (2 if isinstance(module, nn.Conv1d) else 1)
 
 
-def _put_together(features: Tensor, rows: int, share: Share, dim: int) -> Tensor:
-    """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are
-    padded on the way."""
-    behind = (0, 0) * (features.ndim - 1 - dim)  # F.pad wants the last dim first
-    padded = F.pad(features, (*behind, 0, largest_part(rows, share.size) - features.shape[dim]))
-    return collect(padded, share.comm, AXIS, dim).narrow(
-        dim, 0, rows
-    )  # only behind the last row is there padding
+def _gather_features(features: Tensor, rows: int, share: Share, dim: int) -> Tensor:
+    """Gather the features of all devices, `rows` in all; the last parts may be shorter, so they are padded on
+    the way."""
+    other_dims = (0, 0) * (features.ndim - 1 - dim)  # F.pad takes the last dim first
+    padded = F.pad(features, (*other_dims, 0, largest_part(rows, share.size) - features.shape[dim]))
+    return collect(padded, share.comm, AXIS, dim).narrow(dim, 0, rows)  # all padding is after the last row
 
 
 def _rows_of(module: nn.Module) -> int:
-    """Rows of the whole matrix."""
+    """Return the number of rows of the whole matrix."""
     weight = module._parameters["weight"]
     assert weight is not None
     return weight.shape[0]
 
 
-def _in_words(share: Share, length: int) -> str:
+def _describe_range(share: Share, length: int) -> str:
     part = share.range_of(length)
     return f"{part.start}:{part.stop} of {length}"
 
@@ -475,4 +465,4 @@ _KINDS: dict[str, type[ParallelModule]] = {
     "positions": Position,
     "loss": VocabularyLoss,
 }
-"""By the role in the sharding table."""
+"""Class of a module by its role in the sharding table."""

@@ -34,7 +34,7 @@ from typing import Protocol
 from shardwise.config.schedules import Numbers, Pipeline, splits_backward
 from shardwise.plan.grid import Degrees, expert_shards
 
-CONCURRENT_SUMS = 4
+MAX_DEFERRED_SUMS = 4
 """Number of units whose gradients CPU workers sum at the same time, during the backward pass."""
 
 

@@ -26,6 +26,7 @@ from shardwise.plan.float8_choice import casts_once
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
 from shardwise.plan.model_spec import ModelSpec
+from shardwise.plan.slices import parameter_slices
 from shardwise.units import GIB
 
 DEFAULT = "the default"
@@ -176,7 +177,9 @@ class Plan:
     def _resolved(self) -> Json:
         """Return facts that follow from the other fields, for people who read plan.json."""
         sums, gathers = self.gradient_sums, self.weight_gathers
+        ours, zero = not self.model.is_user_module, int(self.engine.zero)
         return {
+            "weights": parameter_slices(self.model.shape, self.layout, zero) if ours else None,
             "engine": self.engine.name,
             "gradient_codec": None if sums is None else str(sums.codec),
             "weight_codec": None if gathers is None or gathers.codec is None else str(gathers.codec),

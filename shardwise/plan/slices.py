@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from shardwise.config import Model
+from shardwise.config import Layout, Model
 from shardwise.config.compression import is_compressed
 from shardwise.config.parameters import Shape, parameter_shapes
 from shardwise.config.schedules import Numbers
 from shardwise.plan import sharding
 from shardwise.plan.dtypes import computes_wide
+from shardwise.plan.grid import expert_shards
 from shardwise.plan.sharding import transformer_sharding
 
 
@@ -65,13 +66,13 @@ class Parts:
 
 
 @lru_cache(maxsize=65536)
-def parts_of(model: Model, tensor: int, shards: int, expert: int = 1, expert_shards: int = 1) -> Parts:
+def parts_of(model: Model, tensor: int, shards: int, expert: int = 1, shards_of_experts: int = 1) -> Parts:
     """Return the parts of the first device, with states sharded over `shards` devices (1: not sharded)."""
     parts = dict.fromkeys(("block", "experts", "first", "last"), Part())
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         place = _place(name)
         if place == "experts":
-            part, split = sliced((model.experts // expert, *shape[1:]), None, 1, expert_shards), True
+            part, split = sliced((model.experts // expert, *shape[1:]), None, 1, shards_of_experts), True
         else:
             dim = split_dim(name, model, tensor)
             part, split = sliced(shape, dim, tensor, shards), tensor == 1 or dim is not None
@@ -111,6 +112,22 @@ def sliced(shape: Shape, dim: int | None, tensor: int, shards: int) -> Part:
     rows, row = sizes[0], prod(sizes[1:])
     shard = -(-rows // shards) * row
     return Part(rows * row, shard, shard * shards)
+
+
+def parameter_slices(model: Model, layout: Layout, zero: int) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes of each weight of the transformer: of the whole, of the part that the first device
+    computes with, and of the part of its states that it keeps. `blocks.*` stands for every block."""
+    shapes: dict[str, dict[str, list[int]]] = {}
+    for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
+        if _place(name) == "experts":
+            used, shards = [model.experts // layout.expert, *shape[1:]], int(expert_shards(layout))
+        else:
+            dim, shards = split_dim(name, model, layout.tensor), layout.data * layout.context
+            used = [-(-size // layout.tensor) if place == dim else size for place, size in enumerate(shape)]
+        kept = [-(-used[0] // shards), *used[1:]] if zero else used
+        pattern = name.replace("blocks.0.", "blocks.*.", 1)
+        shapes[pattern] = {"whole": list(shape), "used": used, "kept": kept}
+    return shapes
 
 
 @lru_cache(maxsize=4096)

@@ -243,14 +243,14 @@ class Host:
         if before is not None and fault.repeats(before):
             raise RunFailed(repeated_line_message(fault))
         self._failed_starts[worker.slot] += worker.step == 0
-        if self._failed_starts[worker.slot] < self.recovery.attempts:
+        if self._failed_starts[worker.slot] < self.recovery.step_attempts:
             return
         self._let_rest(worker, fault)
         loose = [slot for slot in self.slots if slot not in self._members]
-        if all(self._failed_starts[slot] >= self.recovery.attempts for slot in loose):
+        if all(self._failed_starts[slot] >= self.recovery.step_attempts for slot in loose):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             workers = f"{'every' if len(loose) > 1 else 'the'} worker on {self.name}"
-            times = f"{self.recovery.attempts} times in a row"
+            times = f"{self.recovery.step_attempts} times in a row"
             raise RunFailed(f"{trace}{workers} failed {times}: {fault.cause}")
 
     def _let_rest(self, worker: WorkerProcess, fault: Fault) -> None:

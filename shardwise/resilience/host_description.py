@@ -42,7 +42,7 @@ class HostDescription:
     def to_json(self) -> dict[str, Any]:
         """Return the message to the leader.
 
-        Its key distinguishes it from a report, which is the first message of hosts before version 0.1.0.
+        Its key distinguishes it from a report, which is the first message of older hosts.
         """
         return {"newcomer": asdict(self)}
 

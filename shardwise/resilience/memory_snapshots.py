@@ -69,8 +69,8 @@ class MemorySnapshots:
         self._peers = None  # the connections of the former team are gone
         if not self.every or mesh.worker.world == 1:
             return
-        self._peers = Peers.meet(mesh)
-        self._sizes = self._peers.from_everyone(sum(_bytes(tensor) for tensor in state.values()))
+        self._peers = Peers.create(mesh)
+        self._sizes = self._peers.all_gather(sum(_bytes(tensor) for tensor in state.values()))
 
     def due(self, mesh: Mesh, step: int) -> bool:
         """Return whether a snapshot of this step is to be taken."""
@@ -109,7 +109,7 @@ class MemorySnapshots:
         usable = self._usable() if self._layout == _key(mesh) else []
         local = [(snapshot.step, snapshot.rank) for snapshot in usable]
         self._holders = {}
-        for holder, parts in enumerate(self._peers.from_everyone(local)):
+        for holder, parts in enumerate(self._peers.all_gather(local)):
             for step, rank in parts:
                 if rank == holder or (step, rank) not in self._holders:
                     self._holders[step, rank] = holder
@@ -124,7 +124,7 @@ class MemorySnapshots:
         assert peers is not None, "there are copies"
         snapshots = {(snapshot.step, snapshot.rank): snapshot for snapshot in self._usable()}
         extras_here = next((snapshot.extras for snapshot in snapshots.values() if snapshot.step == step), {})
-        extras = peers.from_rank(extras_here, self._holders[step, 0])
+        extras = peers.broadcast(extras_here, self._holders[step, 0])
         for rank in range(mesh.worker.world):
             holder = self._holders[step, rank]
             if holder != rank and holder == rank_here:

@@ -32,7 +32,7 @@ from shardwise.resilience.stopping import RESUME_ME
 LOST_SECONDS = 10.0
 """Seconds without a report after which a host is lost."""
 ROUNDS_WITHOUT_PROGRESS = 3
-"""How many times `attempts` faults at various steps may follow each other without progress."""
+"""How many times `step_attempts` faults at various steps may follow each other without progress."""
 QUIET_SECONDS = 1.0
 """Seconds without a report after which a host may be lost, so that no team is formed with it. Hosts call four
 times a second.
@@ -205,8 +205,10 @@ MakePlan = Callable[[int], Plan | None]
 class Leader:
     """The decisions of the leader: it receives the reports of all hosts, and gives orders to all."""
 
-    def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: Callable[[], int]) -> None:
-        self.bounds, self.make_plan, self.attempts = bounds, make_plan, attempts
+    def __init__(
+        self, bounds: Bounds, make_plan: MakePlan, step_attempts: int, port: Callable[[], int]
+    ) -> None:
+        self.bounds, self.make_plan, self.step_attempts = bounds, make_plan, step_attempts
         self.port = port
         """Function that returns the port of the workers' store. It is called for each team, because a store
         can be lost."""
@@ -364,16 +366,16 @@ class Leader:
 
     def _reason_to_end(self, fault: Fault) -> tuple[int, str] | None:
         """Return the exit status and the message if the run must end after this fault, else None."""
-        same_step = [each for each in self._failed_attempts[-self.attempts :] if each.step == fault.step]
+        same_step = [each for each in self._failed_attempts[-self.step_attempts :] if each.step == fault.step]
         if fault.status is not None:
             return fault.status or 1, fault.cause
         if self.orders.wish == "stop":  # each host adds which checkpoint is saved
             return RESUME_ME, f"a worker was lost while the run was stopping: {fault.cause}"
         if len(self.faults) > 1 and fault.repeats(self.faults[-2]):
             return 1, repeated_line_message(fault)
-        if len(same_step) == self.attempts:
+        if len(same_step) == self.step_attempts:
             return 1, _failed_attempts_message(same_step)
-        if self._without_progress == ROUNDS_WITHOUT_PROGRESS * self.attempts:
+        if self._without_progress == ROUNDS_WITHOUT_PROGRESS * self.step_attempts:
             return 1, (
                 f"{self._without_progress} failures in a row, and none got past step {self._furthest}: is "
                 "checkpoint.every small enough for how often workers are lost? "
@@ -398,7 +400,7 @@ class Leader:
         if not self.faults or self.faults[-1].generation != fault.generation:
             self.faults.append(fault)
             self._new_host_faults[host] = self._new_host_faults.get(host, 0) + 1
-            if fault.status is not None or self._new_host_faults[host] >= self.attempts:
+            if fault.status is not None or self._new_host_faults[host] >= self.step_attempts:
                 workers = sum(member.host == host for member in team.members)
                 problem = f"host {host} failed before its first step in this run, which goes on without it"
                 why = f"{problem}: {fault.cause}"

@@ -15,11 +15,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from shardwise._torch import compute_deterministically
 from shardwise.checkpoint import Manifest, read_manifest
-from shardwise.checkpoint.huggingface_files import has_tokenizer, kept_key, kept_of_checkpoint, kept_of_folder
+from shardwise.checkpoint.huggingface_files import (
+    file_key,
+    files_of_checkpoint,
+    files_of_folder,
+    has_tokenizer,
+)
 from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.save import (
     Checkpointer,
@@ -42,7 +47,7 @@ from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
-from shardwise.parallel.placement import assign, held
+from shardwise.parallel.placement import assign, local_slices
 from shardwise.plan import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
@@ -65,55 +70,53 @@ class Training:
     dataset: Dataset
     checkpointer: Checkpointer
     peers: Peers
-    """For what ranks say to each other between steps. A save in the background has its own: messages of two
-    threads would mix."""
+    """Connections for messages between steps. A save in the background has others, so that messages of two
+    threads are not mixed up."""
     scale: LossScale
     shares: Shares
-    """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it
-    goes."""
+    """Rows of the global batch that each device computes in the first step of a team; they may change
+    later."""
     rank_driver: RankDriver = field(init=False)
-    """What the driver of the run does on this rank; made when all else is built."""
-    kept: State = field(default_factory=dict)
-    """On the main rank: the files of the Hugging Face folder that the model came from, to be saved with
-    it."""
+    """The part of the run's driver on this rank; it is made when everything else is built."""
+    folder_files: State = field(default_factory=dict)
+    """On the main rank, the files of the Hugging Face folder that the model came from, which each save
+    includes."""
     step: int = 0
     missing: tuple[range, ...] = ()
     """Sequences among those seen whose gradients a parameter server's workers had not brought yet."""
     sequences: int = 0
-    """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch
-    was changed."""
+    """Number of sequences that the run has seen, after which its data continues: `step` times the batch,
+    unless the batch was changed."""
 
 
 def build(
     config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None, draw: bool = True
 ) -> Training:
-    """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless
-    they are not to be drawn, because others are put in their place: then they have none."""
+    """Join the peers, open the data, and build the model on the mesh. With `draw`, weights get their initial
+    values; without, the caller must give them values."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = with_data_settings(config, dataset)
     asked = ModelSpec.of(config), config.optimizer, config.train.compile
     assert (plan.model, plan.optimizer, plan.compile) == asked, "the plan was made for another job"
     driver, train = driver_of(config), config.train
     mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
-    if train.deterministic and mesh.device.type == "cuda":
-        compute_deterministically()
-    if plan.model.float8 is not None and mesh.device.type == "cuda":
-        check_float8(mesh.device)
-    # What a module draws is seeded apart (models/unallocated.py, parallel/seeds.py).
+    if mesh.device.type == "cuda":
+        _prepare_gpu(mesh.device, train.deterministic, plan.model.float8 is not None)
+    # Random numbers of modules have other seeds (models/unallocated.py, parallel/seeds.py).
     torch.manual_seed(train.seed)
     comm = Comm(mesh)
-    # On a model of its own, because it calls forward, which may leave something in a user's module.
+    # It builds another model, because it calls forward, which may change the state of a user's module.
     check_module(config, plan.layout)
     parallel = parallelise(plan, comm)
     optimizer = make_optimizer(
-        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, held
+        parallel.named_parameters(), plan.optimizer, plan.model.seed, parallel.embeddings, local_slices
     )
     for part in parallel.parts:
         for compressor in part.compressors:
-            optimizer.follow(compressor, dict(part.model.named_parameters()))
+            optimizer.register(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     talks = train.check_every > 0 or driver.talks_while_saving
-    peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
+    peers = Peers.create(mesh) if talks and config.checkpoint.background else checkpointer.peers
     training = Training(
         config=config,
         plan=plan,
@@ -133,18 +136,24 @@ def build(
     return training
 
 
+def _prepare_gpu(device: torch.device, deterministic: bool, float8: bool) -> None:
+    if deterministic:
+        compute_deterministically()
+    if float8:
+        check_float8(device)
+
+
 def check_float8(device: torch.device) -> None:
     """Refuse a GPU that does not multiply in float8."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
             f"train.precision = 'float8': {torch.cuda.get_device_name(device)} has no float8 products, which "
-            f"come with Ada and "
-            "Hopper GPUs; use train.precision = 'bfloat16'"
+            "come with Ada and Hopper GPUs; use train.precision = 'bfloat16'"
         )
 
 
 def restore(training: Training, folder: str) -> None:
-    """Continue from a checkpoint."""
+    """Load the state of a checkpoint, from which the run continues."""
     manifest = read_manifest(folder)
     same_world = manifest.world == training.mesh.worker.world
     training.step, training.sequences = manifest.step, manifest.sequences
@@ -167,7 +176,7 @@ def restore(training: Training, folder: str) -> None:
 
 
 def start_from_seed(training: Training) -> None:
-    """Begin with drawn weights."""
+    """Start with weights that are drawn at random from the seed."""
     if training.rank_driver.draws_weights(training):
         draw_weights(training.parallel, training.config.train.seed)
     training.rank_driver.begin(training)
@@ -175,58 +184,59 @@ def start_from_seed(training: Training) -> None:
 
 @torch.no_grad()
 def start_from_pretrained(training: Training, folder: Path) -> None:
-    """Begin with the weights of a Hugging Face folder. Every rank reads each tensor whole, in turn, and keeps
-    its part."""
-    named: dict[str, list[Tensor]] = defaultdict(list)
+    """Start with the weights of a Hugging Face folder. Every rank reads one whole tensor after the other, and
+    copies its part."""
+    named: dict[str, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in training.parallel.named_parameters():
         named[name].append(parameter)  # a tied weight has two, where first and last stage are on this rank
     for name, full in open_folder(folder).read():
-        for own in named[name]:
-            assign(own, full)
+        for parameter in named[name]:
+            assign(parameter, full)
     training.rank_driver.begin(training)
 
 
 def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
-    """On the main rank, hold what is kept of the Hugging Face folder that the model came from: as the first
-    of these checkpoints has it, else from the folder itself. Not where the run has another tokenizer: the
-    files would belong to another model.
+    """Load the other files of the Hugging Face folder that the model came from, on the main rank: from the
+    first of these checkpoints that has them, else from the folder. If the run has another tokenizer, they are
+    dropped, because they belong to another model.
     """
     folder = training.config.model.pretrained
     for address in checkpoints:
-        with suppress(UserError):  # a damaged one was told of before
-            training.kept = training.kept or kept_of_checkpoint(Contents.open(address))
-    if not training.kept and folder is not None:
-        training.kept = kept_of_folder(Path(folder))
-    if not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
+        with suppress(UserError):  # a damaged checkpoint was reported before
+            training.folder_files = training.folder_files or files_of_checkpoint(Contents.open(address))
+    if not training.folder_files and folder is not None:
+        training.folder_files = files_of_folder(Path(folder))
+    if not has_tokenizer(
+        training.folder_files, training.dataset.streams[0].tokens.index.tokenizer_fingerprint
+    ):
         log.warning(
             "the data have another tokenizer than the Hugging Face folder of the model: its files are "
             "not kept"
         )
-        training.kept = {}
-    if training.kept:
-        training.kept |= _chat_template(training)
+        training.folder_files = {}
+    if training.folder_files:
+        training.folder_files |= _chat_template(training)
 
 
 def _chat_template(training: Training) -> State:
-    """The file that says how the data's conversations are written, if the model's folder has no such template
-    or another: it is by this one that the model learns to answer."""
+    """Return the chat template of the data as a file, if the model's folder has none or another: the model
+    learns to answer by this one."""
     folder = training.config.model.pretrained
-    own = find_template(Path(folder) / TOKENIZER) if folder is not None else None
-    of_answers = (
-        stream.tokens.folder for stream in training.dataset.streams if stream.tokens.index.holds_answers
-    )
-    learnt = next((template for template in map(find_template, of_answers) if template is not None), None)
-    if learnt is None or (own is not None and own.source == learnt.source):
+    given = find_template(Path(folder) / TOKENIZER) if folder is not None else None
+    streams = [stream.tokens for stream in training.dataset.streams if stream.tokens.index.holds_answers]
+    templates = (find_template(tokens.folder) for tokens in streams)
+    learnt = next((template for template in templates if template is not None), None)
+    if learnt is None or (given is not None and given.source == learnt.source):
         return {}
-    return {kept_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
+    return {file_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
 
 
 def save(training: Training, wait: bool = True) -> str:
-    """Write a checkpoint of the step reached, in the background unless it is to be waited for; where it is,
-    or will be."""
+    """Write a checkpoint of the present step, in the background unless `wait` is set, and return its
+    address."""
     config = training.config
     retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
-    state = {**_state(training), **training.kept}
+    state = {**_state(training), **training.folder_files}
     address = training.checkpointer.save(
         checkpoint_folder(config), state, _manifest(training), retention, wait
     )
@@ -235,7 +245,7 @@ def save(training: Training, wait: bool = True) -> str:
 
 
 def keep_copy(training: Training, copies: MemorySnapshots) -> None:
-    """Swap the state of the step reached with a neighbour, if it is time to."""
+    """Exchange copies of the present state with a neighbour, if a copy is due."""
     if not copies.due(training.mesh, training.step):
         return
     missing = [(rows.start, rows.stop) for rows in training.missing]
@@ -249,8 +259,8 @@ def keep_copy(training: Training, copies: MemorySnapshots) -> None:
 
 
 def recall(training: Training, copies: MemorySnapshots) -> bool:
-    """Continue from the copies in the workers' memories, if they have all of a step that is not older than
-    what is saved."""
+    """Restore the state from copies in the workers' memories, if these are complete and not older than the
+    newest checkpoint. Return whether that was done."""
     if not copies.every:
         return False
     state = _state_and_random(training)

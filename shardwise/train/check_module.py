@@ -1,9 +1,8 @@
-"""What a user's own module must have for the layout that is asked of it, checked before any worker starts.
+"""Check before any worker starts that a user's module fits the layout.
 
-The transformer's table is held right by tests; a table that someone has just written is not. A wrong role
-shows in `shardwise verify`; what can be seen without computing is refused here: weights without an entry,
-entries without a module, weights that no pipeline stage would own, heads that do not divide, a forward that
-lacks an argument it needs.
+Tests check the transformer's sharding table; a user's table is checked here. `shardwise verify` finds wrong
+roles; this module refuses what can be seen without computing: weights without an entry, entries without a
+module, weights that no pipeline stage would own, heads that do not divide, a forward that lacks an argument.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import (
     MixtureOfExperts,
     Sharding,
-    begins_otherwise,
-    build_own,
+    build_user_module,
     check_first_value,
     count_items,
     counts_items,
     lost_values,
     matches,
+    replaces_constructor_value,
 )
-from shardwise.models.user_module import accepted, name_of
+from shardwise.models.user_module import accepted_arguments, name_of
 from shardwise.parallel import build_plain
-from shardwise.parallel.tables import LOOKED_UP, table_of
-from shardwise.parallel.tensor import missing_entry, unfit
+from shardwise.parallel.tables import EMBEDDINGS, table_of
+from shardwise.parallel.tensor import missing_entry, role_problem
 from shardwise.plan import ModelSpec
 from shardwise.plurals import counted
 
 AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules that compute with statistics of the rows at hand."""
+"""Modules that compute with statistics of the rows of one device."""
 
 
 _GIVE_VALUES = (
@@ -49,16 +48,15 @@ _GIVE_VALUES = (
 
 
 def check_module(config: Config, layout: Layout) -> None:
-    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where
-    there is none."""
+    """Refuse a user's module that cannot be built, or cannot be split for this layout."""
     if config.model.module is not None:
         _check(build_plain(ModelSpec.of(config)), config, layout)
 
 
 def check_first_values(config: Config) -> Iterator[str]:
-    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen
-    weights that begin at random because nothing gives them a value, and values that the constructor gives and
-    that are not kept."""
+    """Refuse a user's module that cannot give its weights their values, and yield warnings: of frozen weights
+    that begin at random because nothing gives them a value, and of values from the constructor that are
+    lost."""
     model, seed = build_plain(ModelSpec.of(config)), config.train.seed
     frozen: list[str] = []
     if hasattr(model, "initial_value"):
@@ -70,23 +68,22 @@ def check_first_values(config: Config) -> Iterator[str]:
             f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
             f"{_GIVE_VALUES}"
         )
-    given = lost_values(lambda: build_own(config.model), seed)
+    given = lost_values(lambda: build_user_module(config.model), seed)
     lost = [
         name
         for name, value in given.items()
-        if name not in frozen and begins_otherwise(model, name, value, seed)
+        if name not in frozen and replaces_constructor_value(model, name, value, seed)
     ]
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         yield (
             f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights "
-            f"begin as shardwise "
-            f"draws them. {_GIVE_VALUES}"
+            f"begin as shardwise draws them. {_GIVE_VALUES}"
         )
 
 
 def count_parameters(config: Config) -> ModuleParameters | None:
-    """Of a user's own module; None: there is none, and the configuration tells."""
+    """Return the numbers of parameters of a user's module; None: the job has no such module."""
     if config.model.module is None:
         return None
     parameters = list(build_plain(ModelSpec.of(config)).parameters())
@@ -95,8 +92,8 @@ def count_parameters(config: Config) -> ModuleParameters | None:
 
 
 def embedded_ids(config: Config) -> int | None:
-    """How many token ids a user's own module looks up; None where no sharding table says which module
-    does."""
+    """Return the number of token ids in the embedding of a user's module; None: no sharding table says which
+    module that is."""
     model = build_plain(ModelSpec.of(config))
     table, modules = table_of(model), dict(model.named_modules())
     rows = [
@@ -108,74 +105,75 @@ def embedded_ids(config: Config) -> int | None:
 
 
 def _check(model: nn.Module, config: Config, layout: Layout) -> None:
-    """Raise all that is wrong with the module, as built without memory, and with its table on this layout."""
+    """Raise all problems of the module, which is built without memory, and of its table on this layout."""
     table = table_of(model)
-    of_table = (_tensor, _pipeline, _context) if getattr(model, "sharding", None) is not None else ()
-    rules = (_plain, _table, *of_table, _experts)
+    table_rules = (_tensor, _pipeline, _context) if getattr(model, "sharding", None) is not None else ()
+    rules = (_parameters, _state, _layers, _settings, _table, *table_rules, _experts)
     problems = [problem for rule in rules for problem in rule(model, table, config, layout)]
+    if len(problems) == 1:
+        raise UserError(problems[0])
     if problems:
-        raise (
-            UserError(problems[0])
-            if len(problems) == 1
-            else ConfigError(f"model.module = {config.model.module!r}", problems)
-        )
+        raise ConfigError(f"model.module = {config.model.module!r}", problems)
     _call(model, config)
 
 
-def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
-    name, train = name_of(model), config.train
+def _parameters(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name = name_of(model)
     frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        found = (
-            f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn"
-            if frozen
-            else "it has none"
-        )
-        yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
+        reason = "it has none"
+        if frozen:
+            reason = f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn"
+        yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {reason}"
     if frozen:
         yield from driver_of(config).problems_of_frozen(name, frozen[0])
     if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
         dtype = model.get_parameter(odd[0]).dtype
         yield (
             f"{name}: the parameter {odd[0]} is of {dtype}, and weights are floating-point numbers; make it "
-            f"a buffer"
+            "a buffer"
         )
-    if stateful := [
-        path
-        for path, part in model.named_modules()
-        if type(part).get_extra_state is not nn.Module.get_extra_state
-    ]:
+
+
+def _state(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name, plain = name_of(model), nn.Module.get_extra_state
+    if stateful := [path for path, part in model.named_modules() if type(part).get_extra_state is not plain]:
         part = ".".join(filter(None, (stateful[0], "get_extra_state")))
         yield (
             f"{name}: {part} gives what no checkpoint holds, so it would be lost; keep it in buffers, or "
-            f"leave the method out"
+            "leave the method out"
         )
     if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
         yield (
             f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have "
-            f"none while a module "
-            "is built. Make it a parameter with requires_grad=False, whose values come from "
-            "initial_value(name, shape, seed)"
+            "none while a module is built. Make it a parameter with requires_grad=False, whose values come "
+            "from initial_value(name, shape, seed)"
         )
+
+
+def _layers(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name = name_of(model)
     averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
     if averaging and layout.world > 1:
         yield (
-            f"{name}: {averaging[0]} is {name_of(model.get_submodule(averaging[0]))}, "
-            "whose statistics are of one device's rows: "
-            "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
+            f"{name}: {averaging[0]} is {name_of(model.get_submodule(averaging[0]))}, whose statistics are "
+            "of one device's rows: each layout would compute something else; use nn.LayerNorm or "
+            "nn.GroupNorm, or one device"
         )
-    sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
+    sparse = [path for path, part in model.named_modules() if isinstance(part, EMBEDDINGS) and part.sparse]
     if sparse and driver_of(config).sums_gradients(layout):
         yield (
             f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
-            f"train on one device, or "
-            "use train.driver = 'hogwild'"
+            "train on one device, or use train.driver = 'hogwild'"
         )
-    if config.data.reset_attention and "documents" not in accepted(model):
+
+
+def _settings(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name, train = name_of(model), config.train
+    if config.data.reset_attention and "documents" not in accepted_arguments(model):
         yield (
             f"data.reset_attention = true (as conversations need it): {name}.forward has no argument "
-            f"`documents`, so tokens "
-            "would see other documents"
+            "`documents`, so tokens would see other documents"
         )
     if table.blocks is None:
         needing = {"recompute": train.recompute != "none", "compile": train.compile is True}
@@ -216,7 +214,7 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
                 f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated "
                 f"evenly over it"
             )
-        elif problem := unfit(role, module):
+        elif problem := role_problem(role, module):
             yield f"{path}: {problem}"
 
 
@@ -250,14 +248,14 @@ def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout)
         if not any(parameter.startswith(f"{owner}.") for owner in owners):
             yield (
                 f"layout.pipeline = {layout.pipeline}: {parameter} is in none of the modules that the "
-                f"sharding table of "
-                f"{name} names as blocks, first or last, so no stage would own it"
+                f"sharding table of {name} names as blocks, first or last, so no stage would own it"
             )
     yield from _untied(model, table)
 
 
 def _untied(model: nn.Module, table: Sharding) -> Iterator[str]:
-    """A weight that two modules share must be in `tied`, where the two are on different stages."""
+    """Yield a problem for each weight that two modules share and that `tied` does not name: the two may be on
+    different stages."""
     original: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = original.setdefault(parameter, name)
@@ -277,7 +275,7 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
             f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "
             f"where tokens meet"
         )
-    if "positions" not in accepted(model):
+    if "positions" not in accepted_arguments(model):
         yield (
             f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a "
             f"device's tokens"
@@ -293,8 +291,8 @@ def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 
 
 def _call(model: nn.Module, config: Config) -> None:
-    """See what forward returns, and what is counted. Not everything runs without values: such a forward is
-    left to the first step to judge."""
+    """Check what forward and `count_items` return. A forward that fails because tensors have no values here
+    is checked by the first step."""
     model.to("meta")
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
     more = {"documents": ids} if config.data.reset_attention else {}
@@ -310,7 +308,7 @@ def _call(model: nn.Module, config: Config) -> None:
 
 
 def _try(call: Callable[[], Tensor]) -> None:
-    """Only what a check of ours has to say of it counts."""
+    """Call a function, and raise only errors of our checks."""
     try:
         call()
     except UserError:
@@ -325,7 +323,7 @@ def _try(call: Callable[[], Tensor]) -> None:
 
 
 def _is_none(model: nn.Module, path: str) -> bool:
-    """Whether the model has such a part, left out in this configuration."""
+    """Return whether the model has this attribute, and it is None in this configuration."""
     parent, _, name = path.rpartition(".")
     try:
         return getattr(model.get_submodule(parent), name, model) is None

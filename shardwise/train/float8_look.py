@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.parallel.float8_scales import Scales, Seen
+from shardwise.parallel.float8_scales import Observation, Scales
 from shardwise.train.build import Training
 
 
@@ -24,7 +24,7 @@ from shardwise.train.build import Training
 class Look:
     """What a step saw of its scaled tensors; the numbers are on the device."""
 
-    seen: Seen | None
+    seen: Observation | None
 
     def outgrown(self, loss: Tensor) -> Tensor:
         """Return whether the step has to be made again: a tensor outgrew its scale, and all is finite."""
@@ -54,14 +54,14 @@ class Float8Look:
 
     def begin_gradients(self) -> None:
         """Tell whether gradients are computed only to look, so that compression leaves them alone."""
-        self._comm.only_to_look = self._scales is not None and not self._scales.known
+        self._comm.discard_gradients = self._scales is not None and not self._scales.known
 
     def look(self) -> Look:
         """Look at the tensors of the gradients just computed, and remember their magnitudes."""
         if self._scales is None:
             return Look(None)
-        seen = self._scales.see()
-        self._scales.remember(seen)
+        seen = self._scales.observe()
+        self._scales.record(seen)
         return Look(seen)
 
 

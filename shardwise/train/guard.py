@@ -1,11 +1,10 @@
-"""A cheap check while training (`train.check_every`): what must be equal is equal, and nothing trains that
-gets no gradient.
+"""Cheap checks while training (`train.check_every`): copies are equal, and every trained weight has a
+gradient.
 
-Every rank sums up the bits of each of its slices, of weights and of optimizer states, and all ranks compare:
-two that hold the same slice of the same parameter, be it as replicas or as the two ends of a tied weight,
-must have the same sum. Equal copies are an invariant, not an approximation, so a single flipped bit shows,
-at the step where it first matters and with a name. It costs a read of the states and 16 bytes a slice and
-rank.
+Every rank sums the bits of each of its slices, of weights and of optimizer states, and all ranks compare: two
+ranks that hold the same slice of the same parameter, as replicas or as the two ends of a tied weight, must
+have the same sum. Copies must be exactly equal, so a single flipped bit is found at the step where it first
+matters, with its name. It costs a read of the states and 16 bytes per slice and rank.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.errors import RunFailed
 from shardwise.optim import local
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
 
@@ -30,7 +30,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def check_gradients(training: Training) -> None:
-    """Before the update: every parameter that is trained has a gradient, on every rank."""
+    """Raise if a trained parameter has no gradient on some rank. Called before the update."""
     named = training.parallel.named_parameters()
     without = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
     everyone = _from_all(training, without)
@@ -49,35 +49,41 @@ def check_gradients(training: Training) -> None:
 
 
 def check_copies(training: Training) -> None:
-    """After the update: ranks that hold the same slice hold the same bits."""
-    mine = _sums(training)
-    everyone = _from_all(training, [(key, sums) for key, (_, sums) in mine.items()])
+    """Raise if ranks that hold the same slice hold different bits. Called after the update."""
+    local_sums = _sums(training)
+    everyone = _from_all(training, [(key, sums) for key, (_, sums) in local_sums.items()])
     values: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums_by_key in enumerate(everyone):
         for key, value in sums_by_key:
             values[key][value].append(rank)
-    wrong = {key for key, ranks in values.items() if len(ranks) > 1}
+    wrong = {key: list(ranks.values()) for key, ranks in values.items() if len(ranks) > 1}
     if wrong:
-        named = _from_all(training, [(key, mine[key][0]) for key in wrong & mine.keys()])
-        names = {key: name for part in named for key, name in part}
-        first = min(wrong, key=lambda key: names[key])
-        groups = sorted(values[first].values(), key=len)
-        others = f" ({len(wrong) - 1} other slices differ too)" if len(wrong) > 1 else ""
-        raise RunFailed(
-            f"step {training.step + 1}: copies of {names[first]} differ: rank {_listed(groups[0])} holds "
-            f"other bits than "
-            f"rank {_listed(groups[-1])}{others}. Nothing was saved since. Prove the layout with `shardwise "
-            f"verify`; if "
-            "the proof passes, suspect the devices of those ranks."
-        )
+        known = [(key, local_sums[key][0]) for key in wrong.keys() & local_sums.keys()]
+        names = dict(pair for part in _from_all(training, known) for pair in part)
+        _report_difference(training, wrong, names)
+
+
+def _report_difference(
+    training: Training, wrong: dict[int, list[list[int]]], names: dict[int, str]
+) -> NoReturn:
+    """Raise an error with the name of the first slice that differs. `wrong` has for each slice the groups of
+    ranks that hold the same bits."""
+    first = min(wrong, key=lambda key: names[key])
+    groups = sorted(wrong[first], key=len)
+    others = f" ({len(wrong) - 1} other slices differ too)" if len(wrong) > 1 else ""
+    raise RunFailed(
+        f"step {training.step + 1}: copies of {names[first]} differ: rank {_listed(groups[0])} holds other "
+        f"bits than rank {_listed(groups[-1])}{others}. Nothing was saved since. Prove the layout with "
+        "`shardwise verify`; if the proof passes, suspect the devices of those ranks."
+    )
 
 
 def check_joined(training: Training) -> None:
-    """Before the first step of a team: every rank is at the same step, in the same data, with the same
-    weights.
+    """Raise unless every rank is at the same step, in the same data, with the same weights. Called before the
+    first step of a team.
 
-    A worker that came new or came back counts only once this holds. Random numbers are drawn from seed, step
-    and name, also those that a module of the user's draws (parallel/seeds.py).
+    Random numbers need no check: they follow from seed, step and name, in a user's module too
+    (parallel/seeds.py).
     """
     if training.mesh.worker.world == 1:
         return
@@ -96,56 +102,58 @@ def check_joined(training: Training) -> None:
         if others:
             raise RunFailed(
                 f"rank {_listed(others)} would go on with another {what} than rank 0 "
-                f"({everyone[others[0]][what]}, not {usual}) "
-                f"after step {step}, so no step was done. Do all hosts see the same data and checkpoint "
-                f"folders?"
+                f"({everyone[others[0]][what]}, not {usual}) after step {step}, so no step was done. Do all "
+                "hosts see the same data and checkpoint folders?"
             )
     check_copies(training)
 
 
-def _from_all(training: Training, mine: Any) -> list[Any]:
-    """This value of every rank, in rank order."""
-    return training.peers.from_everyone(mine)
+def _from_all(training: Training, local_value: object) -> list[Any]:
+    """Return this value of every rank, in rank order."""
+    return training.peers.all_gather(local_value)
 
 
 def _sums(training: Training) -> dict[int, tuple[str, int]]:
-    """Of each slice of this rank: a key that ranks with the same slice share, its name, and the sum of its
-    bits. The two copies of a tied weight that one rank may hold are compared here.
+    """Return the name and the sum of bits of each slice of this rank, by a key that ranks with the same slice
+    share. If a rank holds both copies of a tied weight, they are compared here.
     """
-    labels: list[str] = []
-    sums: list[Tensor] = []
-    group = f"group {training.mesh.coordinate('group')}: " if training.plan.groups > 1 else ""
-    for name, parameter in training.parallel.named_parameters():
-        where = ",".join(f"{part.start}:{part.stop}" for part in held(parameter))
-        states = training.optimizer.state.get(parameter, {})
-        slots = [slot for slot in training.config.optimizer.slots if slot in states]
-        for suffix, tensor in {"": parameter, **{f" ({slot})": states[slot] for slot in slots}}.items():
-            labels.append(f"{group}{name}[{where}]{suffix}")
-            sums.append(bit_sum(local(tensor.detach())))
-    for name, buffer in training.parallel.named_buffers():
-        labels.append(f"{group}{name}")
-        sums.append(bit_sum(buffer))
+    labels, sums = [], []
+    for label, tensor in _labelled_slices(training):
+        labels.append(label)
+        sums.append(bit_sum(tensor))
     values = torch.stack(sums).tolist() if sums else []
     sums_by_key: dict[int, tuple[str, int]] = {}
     for label, value in zip(labels, values, strict=True):
         key = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
         if key in sums_by_key and sums_by_key[key][1] != value:
-            raise RunFailed(
-                f"step {training.step + 1}: the two copies of {label} on rank {training.mesh.worker.rank} "
-                f"differ"
-            )
+            rank = training.mesh.worker.rank
+            raise RunFailed(f"step {training.step + 1}: the two copies of {label} on rank {rank} differ")
         sums_by_key[key] = (label, value)
     return sums_by_key
 
 
+def _labelled_slices(training: Training) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's slices of weights, optimizer states and buffers, each with its name."""
+    group = f"group {training.mesh.coordinate('group')}: " if training.plan.groups > 1 else ""
+    for name, parameter in training.parallel.named_parameters():
+        label = f"{group}{name}[{','.join(f'{part.start}:{part.stop}' for part in local_slices(parameter))}]"
+        yield label, local(parameter.detach())
+        states = training.optimizer.state.get(parameter, {})
+        for slot in training.config.optimizer.slots:
+            if slot in states:
+                yield f"{label} ({slot})", local(states[slot].detach())
+    for name, buffer in training.parallel.named_buffers():
+        yield f"{group}{name}", buffer
+
+
 def bit_sum(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor that depends on every one of them and on its position."""
+    """Return a sum over the bits of a tensor that depends on every bit and its position."""
     bits = tensor.contiguous().view(INTEGERS[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].to(torch.int64)
         positions = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
-        total += (part * (2 * positions + 1)).sum()  # odd factors: no bit is lost to the wrap-around
+        total += (part * (2 * positions + 1)).sum()  # odd factors, so that no bit is lost to overflow
     return total
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.folder import held_model
-from shardwise.checkpoint.huggingface_files import as_files, kept_of_checkpoint
+from shardwise.checkpoint.folder import saved_model
+from shardwise.checkpoint.huggingface_files import as_files, files_of_checkpoint
 from shardwise.checkpoint.pretrained import OUR_DTYPES, check_tokenizer, open_folder
 from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import Config, Model, Train
@@ -36,7 +36,7 @@ from shardwise.data.tokenizer import as_text
 from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes
 from shardwise.mesh import local_gpus
-from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
+from shardwise.models import CachedStep, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
 from shardwise.plan import ModelSpec
@@ -151,7 +151,7 @@ def load_folder(folder: Path) -> Speaker:
 def load_checkpoint(address: str) -> Speaker:
     """The model of a checkpoint."""
     contents = Contents.open(address)
-    model = held_model(contents.manifest, contents.address)
+    model = saved_model(contents.manifest, contents.address)
     speech = _speech(contents)
     contents.check()
     keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
@@ -185,7 +185,7 @@ def _ready(
     _assign(name, module, read())
     module.eval()
     whole = _Whole(module, model, device)
-    return _on_its_device(Remembering(module, device) if isinstance(module, Transformer) else whole, device)
+    return _on_its_device(CachedStep(module, device) if isinstance(module, Transformer) else whole, device)
 
 
 @torch.no_grad()
@@ -235,17 +235,16 @@ class _Whole:
 
 
 def _speech(contents: Contents) -> Speech:
-    """Of the folder that the model came from; else as the run was trained."""
-    if files := as_files(kept_of_checkpoint(contents)):
+    """Return the chat template of the folder that the model came from, else that of the run's data."""
+    if files := as_files(files_of_checkpoint(contents)):
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / name).parent.mkdir(exist_ok=True)
                 (Path(folder) / name).write_bytes(content)
             if TOKENIZER in files:
                 speech = _speech_of_folder(Path(folder))
-                chosen = contents.manifest.data.get(
-                    "end_of_document"
-                )  # the job may have ended documents by another token
+                # The job may have ended documents by another token.
+                chosen = contents.manifest.data.get("end_of_document")
                 end = (
                     load_tokenizer(Path(folder), chosen).end
                     if isinstance(chosen, str)

@@ -45,13 +45,13 @@ from shardwise.resilience.leader_file import LeaderFile
 from shardwise.resilience.leadership import Hold, Leadership
 from shardwise.resilience.team import Bounds, Leader
 from shardwise.resilience.team_store import FindPort, open_store
-from shardwise.train.planner import Planner
+from shardwise.search.planner import Planner
 from shardwise.train.resume import checkpoint_folder
 
 log = logging.getLogger("shardwise")
 
 LOG_BYTES = 4 << 20
-"""Of a rank's log, before it begins anew."""
+"""Size in bytes at which the log of a rank is emptied."""
 LONGEST_SETTING = 120
 """Characters of a setting as hosts tell it to each other."""
 WORKERS_IMPORT = ("shardwise.train.run",)
@@ -82,7 +82,7 @@ def launch(
 
     def make_leader(port: FindPort) -> Leader:
         return Leader(
-            bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, port
+            bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.step_attempts, port
         )
 
     if node is None or first is None:
@@ -185,11 +185,12 @@ class Output:
 class BoundedLog(logging.FileHandler):
     """A log of at most two files of `LOG_BYTES`: the older half becomes NAME.1.
 
-    The file itself is emptied and not replaced, because what the worker prints and faulthandler's stacks go
-    to it as well.
+    The file is emptied and not replaced, because the worker's output and faulthandler's stacks are written to
+    it too.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, and empty the file when it is too large."""
         super().emit(record)
         with contextlib.suppress(OSError):
             if os.fstat(self.file.fileno()).st_size > LOG_BYTES:
@@ -203,13 +204,14 @@ class BoundedLog(logging.FileHandler):
 
     @property
     def file(self) -> TextIO:
-        assert self.stream is not None, "it is opened at once and never again"
+        """The file to which the log is written."""
+        assert self.stream is not None, "the constructor opens it"
         return self.stream
 
 
 def log_to(path: Path, instead_of: logging.Handler | None = None) -> BoundedLog:
-    """Keep this worker's log in a file; where that cannot be opened, nowhere."""
-    logging.raiseExceptions = False  # a full disk is told once, not by every line of the log
+    """Write this worker's log to a file; if that cannot be opened, write none."""
+    logging.raiseExceptions = False  # a full disk is reported once, not for every line of the log
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = BoundedLog(path)

@@ -104,7 +104,7 @@ class QueuedNumbers:
         self._numbers = torch.cat((shared, *single, loads.to(shared), scaled.to(shared)))
 
     def read(self) -> Numbers:
-        """Wait for the device, and read."""
+        """Wait for the device, and return the numbers."""
         numbers = iter(self._numbers.tolist())
         shared, single, loads, scaled = ([next(numbers) for _ in range(n)] for n in self._lengths)
         norm, tokens, again = single
@@ -112,17 +112,17 @@ class QueuedNumbers:
 
 
 class StepRecorder:
-    """Makes a `Step` of what was read, one step after the other."""
+    """Makes the `Step` of each step from the numbers that were read."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._watch = training, _watch_over(training)
         self.last: Step | None = None
-        """The step before."""
+        """The last step that was recorded; None: there is none yet."""
         self._again = 0
 
     def made_again(self) -> None:
-        """The present step has to be made again, because a tensor outgrew its scale."""
-        self._again += not self._training.comm.only_to_look
+        """Note that the present step is repeated, because a tensor outgrew its scale."""
+        self._again += not self._training.comm.discard_gradients
 
     def record(self, numbers: Numbers, drawn: Drawn, lr: float, scale: float, skipped: bool) -> Step:
         """Return the record of the step that `training` has just reached."""

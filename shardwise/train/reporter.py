@@ -61,40 +61,40 @@ class Beginning:
 
     @property
     def again(self) -> bool:
-        """Whether this team goes on with what another began."""
+        """Whether this team continues the run of an earlier team."""
         return self.team.generation > 1
 
 
 class Reporter:
-    """What a run tells its reporter. This one keeps quiet: every rank but the main one has it."""
+    """The reporter of all ranks but the main one: it reports nothing."""
 
     def start(self, beginning: Beginning) -> None:
-        """The run begins, or goes on with another team."""
+        """Report that the run begins, or continues with another team."""
 
     def step(self, done: Step, held_out: float | None) -> None:
-        """A step is done, and perhaps an evaluation after it."""
+        """Report a step, and the held-out loss if it was evaluated after the step."""
 
     def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
-        """Checkpoints are in place, or could not be written."""
+        """Report checkpoints that were written, or could not be written."""
 
     def warn(self, text: str) -> None:
-        """Something went wrong that the run does not depend on."""
+        """Report a problem that does not stop the run."""
 
     def failed(self, reason: str) -> None:
-        """The run cannot go on."""
+        """Report why the run cannot continue."""
 
     def stopped(self, stop: bool) -> None:
-        """The run was asked to stop, or to go on with another team, and has saved."""
+        """Report that the run has saved and stops or, if not `stop`, continues with another team."""
 
     def end(self, text: str | None) -> None:
-        """All steps are done."""
+        """Report that all steps are done, and print a sample of text."""
 
     def close(self) -> None:
-        """Nothing more will be said, whether the run ended well or not."""
+        """Close all files, however the run ended."""
 
 
 class RunReporter(Reporter):
-    """The main rank's: writes the run folder and the terminal."""
+    """The reporter of the main rank, which writes to the run folder and the terminal."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
@@ -110,9 +110,11 @@ class RunReporter(Reporter):
         self.first = True
 
     def warn(self, text: str) -> None:
+        """Print a warning above the progress line."""
         self.progress.message(f"warning: {text}")
 
     def start(self, beginning: Beginning) -> None:
+        """Print the header of the run and write the first events."""
         training, resumed_from = self.training, beginning.chosen.folder
         self.beginning = beginning
         began = (
@@ -189,6 +191,7 @@ class RunReporter(Reporter):
         }
 
     def step(self, done: Step, held_out: float | None) -> None:
+        """Write the record of a step and show the progress."""
         if self.first:
             self.first = False
             self._recovered()
@@ -240,11 +243,10 @@ class RunReporter(Reporter):
             self.progress.message(f"step {done.step}: {who} is as usual again")
 
     def _record(self, done: Step) -> dict[str, Any]:
-        training = self.training
-        config, late = training.config, done.stragglers
-        speed = (
-            config.train.global_batch * config.data.sequence_length / done.seconds
-        )  # computed, be there a loss on them or not
+        training, config = self.training, self.training.config
+        # All tokens that were computed, with a loss or without.
+        speed = config.train.global_batch * config.data.sequence_length / done.seconds
+        efficiency = 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None
         return {
             "step": done.step,
             "time": done.ended,
@@ -253,7 +255,7 @@ class RunReporter(Reporter):
             "learning_rate": done.learning_rate,
             "tokens": done.tokens,
             "tokens_per_second": speed,
-            "sequences_per_second": training.config.train.global_batch / done.seconds,
+            "sequences_per_second": config.train.global_batch / done.seconds,
             "seconds": done.seconds,
             "mfu": mfu(speed, training.plan.flops_per_token, training.mesh.worker.world, self.peak),
             "memory_bytes": done.memory_bytes,
@@ -261,26 +263,16 @@ class RunReporter(Reporter):
             "data": done.data,
             "collectives": done.collectives,
             **({"communication": done.communication} if done.communication else {}),
-            "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds
-            if EXPOSED in done.spans
-            else None,
-            **({"latest": {"rank": late.latest, "behind": late.behind}} if late.latest is not None else {}),
-            **({"load_imbalance": done.load_imbalance} if done.load_imbalance is not None else {}),
-            **({"rows": done.rows} if done.rows else {}),
-            **({"staleness": done.staleness} if done.staleness else {}),
-            **({"dropped": done.dropped} if done.dropped else {}),
-            **({"updates": asdict(done.updates)} if done.updates else {}),
+            "communication_efficiency": efficiency,
+            **_asynchronous_record(done),
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
             **({"float8": done.float8, "again": done.again} if done.float8 else {}),
-            **(
-                {"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load}
-                if done.expert_load
-                else {}
-            ),
+            **_expert_record(done),
         }
 
     def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
+        """Write an event and a message for each save."""
         for outcome in outcomes:
             if isinstance(outcome, SaveFailed):
                 self.sinks.event("save_failed", step=outcome.step, reason=outcome.message)
@@ -293,9 +285,11 @@ class RunReporter(Reporter):
             self.progress.message(f"saved {outcome.folder}")
 
     def failed(self, reason: str) -> None:
+        """Write an event with the reason of the failure."""
         self.sinks.event("failure", step=self.training.step, reason=reason)
 
     def stopped(self, stop: bool) -> None:
+        """Write an event, and print how to continue the run."""
         if not stop:
             self.sinks.event("regroup", step=self.training.step)
             return self.progress.message(f"the number of workers changes after step {self.training.step}")
@@ -310,6 +304,7 @@ class RunReporter(Reporter):
         )
 
     def end(self, text: str | None) -> None:
+        """Print the last loss beside that of a unigram model, and the sample."""
         self.progress.close()
         self.sinks.event("end", step=self.training.step)
         if self.held_out is not None:
@@ -334,5 +329,26 @@ class RunReporter(Reporter):
         )
 
     def close(self) -> None:
+        """Close the progress line and the files of the run folder."""
         self.progress.close()
         self.sinks.close()
+
+
+def _asynchronous_record(done: Step) -> dict[str, Any]:
+    """Return the entries of a step's record that not every run has: stragglers, uneven rows, and
+    staleness."""
+    late = done.stragglers
+    return {
+        **({"latest": {"rank": late.latest, "behind": late.behind}} if late.latest is not None else {}),
+        **({"load_imbalance": done.load_imbalance} if done.load_imbalance is not None else {}),
+        **({"rows": done.rows} if done.rows else {}),
+        **({"staleness": done.staleness} if done.staleness else {}),
+        **({"dropped": done.dropped} if done.dropped else {}),
+        **({"updates": asdict(done.updates)} if done.updates else {}),
+    }
+
+
+def _expert_record(done: Step) -> dict[str, Any]:
+    if not done.expert_load:
+        return {}
+    return {"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load}

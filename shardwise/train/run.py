@@ -1,4 +1,4 @@
-"""A whole run on one worker: join a team, build, resume, step, evaluate, save, sample, and say what happened.
+"""A whole run on one worker: join a team, build, resume, step, evaluate, save, sample, and report.
 
 Every rank executes the same lines in the same order, because most of them communicate. Only the main rank
 reports.
@@ -55,34 +55,31 @@ from shardwise.train.steps import Step, steps
 log = logging.getLogger("shardwise")
 
 LAST_SAVE_SECONDS = 60.0
-"""How long a run that ends by a user's mistake waits for the save in flight."""
+"""Seconds that a run which ends by a user's mistake waits for the save in flight."""
 _present: list[Ledger] = []
-"""Of the team this worker is in."""
+"""The ledger of the team that this worker is in; empty before the first team."""
 
 
 def last_collective() -> str:
-    """The last collective that this worker began, for whoever wonders why it does not go on."""
+    """Return the last collective that this worker began, to tell where a worker hangs."""
     return _present[0].last if _present else "none yet"
 
 
 def run(config: Config, link: WorkerLink) -> int:
-    """Train, in one team of workers after another, to the end or until asked to stop; returns the exit
+    """Train in one team of workers after another, to the end or until asked to stop, and return the exit
     status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
-    for problem in unnamed_tokenizer(
-        config.data, config.model.pretrained
-    ):  # where another launcher started this worker
-        raise UserError(problem)
+    for problem in unnamed_tokenizer(config.data, config.model.pretrained):
+        raise UserError(problem)  # only a worker that another launcher started gets here
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    config = with_data_settings(
-        config, dataset
-    )  # here and not in `build` alone: a server's workers show it the job that they have
+    # Here too and not only in `build`, because the workers of a parameter server send it their job.
+    config = with_data_settings(config, dataset)
     copies = MemorySnapshots(config.recovery.copies if link.recovers else 0)
     loose_worker: LooseWorker | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
-        if worker.rank >= worker.world:  # it is no rank of the team, and computes for the ranks
+        if worker.rank >= worker.world:  # it is not a rank of the team, but computes for the ranks
             loose_worker = loose_worker or driver_of(config).loose_worker(config, worker, dataset)
             if loose_worker.work(worker, len(team.members), link):
                 return 0
@@ -99,25 +96,23 @@ def run(config: Config, link: WorkerLink) -> int:
             abandon()
         if status is not None:
             return status
-        gc.collect()  # the team's model and buffers, which refer to each other
+        gc.collect()  # frees the team's model and buffers, which refer to each other
     return 0
 
 
 def _in_team(
     config: Config, worker: Worker, team: Team, dataset: Dataset, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
-    """Train with these peers; None if the team parts before the end and another is to follow."""
+    """Train with these peers and return the exit status; None: another team will follow."""
     timestamps = {"joining": present_time()}
     link.progress("build", 0)
-    training = build(
-        config, team.plan, worker, dataset, draw=False
-    )  # before it is known whether there is a checkpoint
+    training = build(config, team.plan, worker, dataset, draw=False)  # there may be a checkpoint
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
     timestamps["built"] = present_time()
     link.reads(training.rank_driver.rows(training))
     link.progress("restore", 0)
-    chosen = _go_on(training, team, copies)
+    chosen = _restore_or_start(training, team, copies)
     check_joined(training)
     timestamps["restored"] = present_time()
     link.progress("step", training.step)
@@ -130,16 +125,16 @@ def _in_team(
     return status
 
 
-def _go_on(training: Training, team: Team, copies: MemorySnapshots) -> ResumeCheckpoint:
-    """Put the newest state in place: from the workers' memories, or from storage; or begin."""
+def _restore_or_start(training: Training, team: Team, copies: MemorySnapshots) -> ResumeCheckpoint:
+    """Restore the newest state from the workers' memories or from storage, or start with initial weights."""
     config, checkpointer = training.config, training.checkpointer
     chosen = ResumeCheckpoint(None)
     if recall(training, copies):
         if training.mesh.is_main:
             keep_files(training, resume_candidates(resume_of(config)))
         return chosen
-    if team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
-        chosen = checkpointer.choose_checkpoint(resume_of(_going_on(config)))
+    if team.reached > 0:  # an earlier team has followed `checkpoint.resume`; this one continues its run
+        chosen = checkpointer.choose_checkpoint(resume_of(_with_auto_resume(config)))
     if chosen.folder is None:
         chosen = checkpointer.choose_checkpoint(resume_of(config))
     if chosen.folder:
@@ -153,17 +148,16 @@ def _go_on(training: Training, team: Team, copies: MemorySnapshots) -> ResumeChe
     return chosen
 
 
-def _going_on(config: Config) -> Config:
+def _with_auto_resume(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
 def _reported(
     training: Training, beginning: Beginning, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
-    """The steps that are left, with a reporter that is closed however they end."""
-    reporter = (
-        RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
-    )
+    """Run the remaining steps with a reporter, which is closed however they end."""
+    folder = Path(training.config.run.folder)
+    reporter = RunReporter(training, folder) if training.mesh.is_main else Reporter()
     with closing(reporter):
         reporter.start(beginning)
         try:
@@ -177,71 +171,89 @@ def _reported(
             raise
         except Exception as error:
             training.checkpointer.abandon()
-            at = f"at step {training.step + 1}, with {training.rank_driver.rows(training)}"
-            at = (
-                at
-                if training.step < training.config.train.steps
-                else f"at the end, after step {training.step}"
-            )
+            at = f"at the end, after step {training.step}"
+            if training.step < training.config.train.steps:
+                at = f"at step {training.step + 1}, with {training.rank_driver.rows(training)}"
             error.add_note(f"rank {training.mesh.worker.rank} was {at}")
             raise
+
+
+class _SaveSchedule:
+    """Tells when a checkpoint is due, by steps or by minutes since the last one."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._checkpoint = training, training.config.checkpoint
+        self.note_save()
+
+    def note_save(self) -> None:
+        """Note that the present step is saved now."""
+        self.saved_step, self._saved_time = self._training.step, time.monotonic()
+
+    def is_due_by_time(self) -> bool:
+        """Return whether the minutes between two checkpoints have passed."""
+        minutes = 0.0 if self._checkpoint.every else self._checkpoint.every_minutes
+        return minutes > 0 and time.monotonic() - self._saved_time >= 60 * minutes
+
+    def is_due(self, done: Step) -> bool:
+        """Return whether this step, which was just done, is saved."""
+        step, every = self._training.step, self._checkpoint.every
+        if done.stop or done.save or step == self._training.config.train.steps:
+            return True
+        return every > 0 and step % every == 0
 
 
 def _loop(
     training: Training, source: Source, reporter: Reporter, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
-    train, checkpoint = training.config.train, training.config.checkpoint
-    saved_at, saved_time = training.step, time.monotonic()
-
-    def save_due() -> bool:
-        minutes = 0.0 if checkpoint.every else checkpoint.every_minutes
-        return minutes > 0 and time.monotonic() - saved_time >= 60 * minutes
-
-    def stop_asked() -> bool:
-        return link.wish() is not None
-
-    for done in _traced(training, stop_asked, save_due, source):
+    """Run the remaining steps, and return the exit status; None: another team will follow."""
+    last_step, schedule = training.config.train.steps, _SaveSchedule(training)
+    for done in _traced(training, lambda: link.wish() is not None, schedule.is_due_by_time, source):
         link.progress("step", training.step)
         _tell_of_waiting(training, link)
         keep_copy(training, copies)
-        last = training.step == train.steps
-        evaluate = not done.stop and (
-            last or (train.evaluate_every and training.step % train.evaluate_every == 0)
-        )
+        last = training.step == last_step
+        evaluate = _evaluation_is_due(training, done)
         if evaluate:
             link.progress("evaluate", training.step)
-        loss = held_out_loss(training) if evaluate else None
-        reporter.step(done, loss)
+        reporter.step(done, held_out_loss(training) if evaluate else None)
         if training.mesh.is_main:
             log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
-        if last or done.stop or done.save or (checkpoint.every and training.step % checkpoint.every == 0):
-            link.progress("save", training.step)  # it may wait for the one before
+        if schedule.is_due(done):
+            link.progress("save", training.step)  # it may wait for the save before
             save(training, wait=last or done.stop)
-            saved_at, saved_time = training.step, time.monotonic()
+            schedule.note_save()
         reporter.saves(outcomes := training.checkpointer.outcomes())
         check_saves(training, outcomes)
         if done.stop and not last:
             return _agree_on_end(training, reporter, link.stop_status())
-        if evaluate or saved_at == training.step:  # their time and bytes are not the next step's
+        if evaluate or schedule.saved_step == training.step:  # their time and bytes are not the next step's
             training.comm.ledger.take()
             training.comm.clock.restart()
             link.progress("step", training.step)
             _tell_of_waiting(training, link)
-    if training.step < train.steps:  # it was asked to stop while it waited for gradients
-        if saved_at != training.step:
+    if training.step < last_step:  # it was asked to stop while it waited for gradients
+        if schedule.saved_step != training.step:
             save(training)
         training.checkpointer.finish(LAST_SAVE_SECONDS)
         reporter.saves(training.checkpointer.outcomes())
         return _agree_on_end(training, reporter, link.stop_status())
-    assert saved_at == training.step, "a run ends with its last step saved"
+    assert schedule.saved_step == training.step, "a run ends with its last step saved"
     link.progress("end", training.step)
     reporter.end(_sampled(training, reporter))
     return 0
 
 
+def _evaluation_is_due(training: Training, done: Step) -> bool:
+    """Return whether to evaluate now: after the last step, and every `train.evaluate_every` steps."""
+    train, step = training.config.train, training.step
+    if done.stop:
+        return False
+    return step == train.steps or (train.evaluate_every > 0 and step % train.evaluate_every == 0)
+
+
 def _sampled(training: Training, reporter: Reporter) -> str | None:
-    """What the model goes on with, if that was asked for. All is trained and saved: that it cannot be shown
-    is no failure."""
+    """Return the model's continuation of the prompt in the job, if there is one. All is trained and saved by
+    now, so a failure only causes a warning."""
     prompt = training.config.observe.sample
     try:
         return sample(training, prompt) if prompt else None
@@ -255,28 +267,28 @@ def _sampled(training: Training, reporter: Reporter) -> str | None:
 
 
 def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> None:
-    """Stop a run that cannot save. The main rank does: it hears of every save, and whoever started the ranks
-    ends the others."""
-    failed, attempts = training.checkpointer.failed_in_a_row, training.config.checkpoint.attempts
-    if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < attempts <= failed:
+    """Stop a run that cannot save. Only the main rank raises, because it knows the result of every save; the
+    launcher then ends the other ranks."""
+    failed, most = training.checkpointer.failed_in_a_row, training.config.checkpoint.max_failed_saves
+    if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < most <= failed:
         raise RunFailed(
             f"{counted(failed, 'save')} in a row failed, so the run stops before more work is at risk "
-            f"(checkpoint.attempts = {attempts}; 0: go on without). The last one: {outcomes[-1].message}"
+            f"(checkpoint.max_failed_saves = {most}; 0: go on without). The last one: {outcomes[-1].message}"
         )
 
 
 def _tell_of_waiting(training: Training, link: WorkerLink) -> None:
-    """Tell the host that this rank may have to wait in the next step for ranks that are at another step: that
-    is no hang."""
+    """Tell the host that this rank may wait in the next step for ranks at another step, so that the host does
+    not take it for a hang."""
     if training.rank_driver.may_wait(training.step + 1):
         link.progress("meet", training.step)
 
 
 def _agree_on_end(training: Training, reporter: Reporter, status: int | None) -> int | None:
-    """All ranks stopped after the same step: the run ends, with this status, if any of them was asked to end
-    it; None: they form another team.
+    """Return the exit status of a run that stopped on all ranks after the same step, if any rank was asked to
+    end it; None: the ranks form another team.
     """
-    status = max(training.peers.from_everyone(status or 0)) or None
+    status = max(training.peers.all_gather(status or 0)) or None
     reporter.stopped(status is not None)
     return status
 
@@ -284,19 +296,16 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
 def _traced(
     training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool], source: Source
 ) -> Iterator[Step]:
-    """The steps, with a trace of some after the first if asked for."""
+    """Yield the steps, and write a trace of `observe.trace` of them after the first."""
     done_steps = steps(training, stop_asked, save_due, source)
     if not training.config.observe.trace:
         return done_steps
-    return (
-        _profiled(training, done_steps)
-        if training.mesh.device.type == "cuda"
-        else _timeline(training, done_steps)
-    )
+    trace = _profiled if training.mesh.device.type == "cuda" else _timeline
+    return trace(training, done_steps)
 
 
 def _timeline(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
-    """On CPU workers clock and ledger know when everything happened."""
+    """Yield the steps, and write a trace from the clock and the ledger, which is complete on CPUs."""
     trace, wanted = StepTrace(training.mesh.worker.rank), training.config.observe.trace
     for index, done in enumerate(done_steps):
         if 1 <= index <= wanted:
@@ -307,7 +316,7 @@ def _timeline(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
 
 
 def _profiled(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
-    """On GPUs torch's profiler knows it."""
+    """Yield the steps, and write a trace from torch's profiler, which GPUs need."""
     first = next(done_steps, None)
     if first is None:
         return
@@ -337,7 +346,7 @@ def _check_same_job(training: Training) -> None:
     decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute", "bucket_bytes")]
     job = json.dumps([to_toml(training.config, as_asked=True), decided]).encode()
     mine = hashlib.sha256(job).hexdigest()
-    if training.peers.from_rank(mine, 0) != mine:
+    if training.peers.broadcast(mine, 0) != mine:
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "
             "give every node the same job file and overrides, and say layout.zero if the nodes' memory "

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from shardwise.config import RANK_AXES, Layout
 
 WARM_UP = 2
-"""Steps of a team that say nothing of how fast devices are: they allocate, and may compile."""
+"""First steps of a team, whose times are ignored: devices allocate memory in them, and may compile."""
 NEWEST = 0.3
 """Weight of the newest speed in the mean: one slow step in ten moves few rows, one that stays slow is met in
 some steps."""
 WORTH = 0.98
-"""Rows move if the slowest device then needs at most so much of its time."""
+"""Rows move if the slowest device then needs at most this share of its time."""
 MOST = 2
-"""A device has at most so many times an even share, which bounds the memory for activations."""
+"""A device has at most this many times an even share, which bounds the memory for activations."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ class Dealer:
         self._shares, self._least, self._by_speed = shares, micro_batches, by_speed
         self._first = self._next = step + 1
         self._dealt: dict[int, Shares] = {}
-        """By step, until it is known how long it took."""
+        """Shares of each step whose time is not known yet."""
         self._speeds: NDArray[np.float64] | None = None
-        """Rows a second of each device."""
+        """Rows per second of each device."""
         sizes = [getattr(layout, axis) for axis in RANK_AXES]
         grid = np.arange(layout.world).reshape(sizes).transpose(1, 2, 0, 3, 4)  # replica and data outermost
         self._ranks = grid.reshape(layout.data_parallel, -1)
-        """Of each data-parallel device (or group of them)."""
+        """Ranks of each data-parallel device, which may be a group of ranks."""
 
     def deal(self) -> Shares:
-        """The shares of the next batch."""
+        """Return the shares of the next batch."""
         if self._by_speed and self._speeds is not None:
             self._shares = reconsidered(self._shares, self._speeds, self._least)
         self._dealt[self._next] = self._shares
@@ -75,12 +75,11 @@ class Dealer:
         return self._shares
 
     def dealt(self, step: int) -> Shares:
-        """The shares of a step that is not forgotten yet."""
+        """Return the shares of a step whose time is not known yet."""
         return self._dealt[step]
 
     def hear(self, step: int, seconds: Sequence[tuple[float, float]]) -> None:
-        """Each rank took (compute, data) seconds for its own work in this step. Nothing follows where that is
-        not known."""
+        """Note the seconds of each rank's work (compute, data) in this step; none if they are not known."""
         dealt = self._dealt.pop(step, None)
         if not self._by_speed or dealt is None or not seconds or step < self._first + WARM_UP:
             return
@@ -93,15 +92,15 @@ class Dealer:
 
 
 def reconsidered(shares: Shares, speeds: NDArray[np.float64], least: int) -> Shares:
-    """The shares with which the slowest device is done first, if that is worth the change."""
+    """Return shares with which the slowest device ends earlier, if the gain is worth the change."""
     fitting = shares_by_speed(sum(shares.rows), speeds, least)
     slowest, before = (float((np.array(each.rows) / speeds).max()) for each in (fitting, shares))
     return fitting if slowest <= WORTH * before else shares
 
 
 def shares_by_speed(rows: int, speeds: NDArray[np.float64], least: int) -> Shares:
-    """Rows in proportion to speeds, to whole numbers so that the slowest device is done first; each has at
-    least `least`."""
+    """Return rows in proportion to speeds, rounded so that the last device ends as early as possible; each
+    has at least `least`."""
     most = MOST * -(-rows // len(speeds))
     dealt = np.clip(np.floor(rows * speeds / speeds.sum()).astype(np.int64), least, most)
     while dealt.sum() < rows:

@@ -1,8 +1,8 @@
-"""Where the gradients of a step come from.
+"""Sources of the gradients of a step.
 
-In a synchronous run every rank computes the gradients of its own rows of the global batch (`OwnRows`). Other
-drivers have other sources (drivers/). The step around it, from the norm of the gradient to the record of what
-happened, is the same wherever gradients come from (train/steps.py).
+In a synchronous run every rank computes the gradients of its rows of the global batch (`RankRows`). Other
+drivers have other sources (drivers/). The rest of a step, from the norm of the gradient to the record of the
+step, is the same for all sources (train/steps.py).
 """
 
 from __future__ import annotations
@@ -22,64 +22,65 @@ from shardwise.train.shares import Dealer
 
 @dataclass(frozen=True)
 class Updates:
-    """Updates that workers made already in a step, each with its own gradient (drivers/lock_free.py)."""
+    """Counts of the updates that workers have made in a step, each with one gradient
+    (drivers/lock_free.py)."""
 
     made: int
     conflicting: int
-    """Updates that wrote rows which others had written since they were read."""
+    """Number of updates that wrote rows which others had written since they were read."""
     rows: int
-    """Rows that all updates wrote together; a dense gradient counts as one."""
+    """Number of rows that all updates wrote; a dense gradient counts as one row."""
     conflicting_rows: int
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The gradients of a global batch are in place, complete, on this rank's parameters; this is what is
-    known of the batch."""
+    """Facts about a global batch whose gradients this rank's parameters have now."""
 
     loss: Tensor
     """This rank's part of the batch's mean loss."""
     tokens: Tensor
-    """Tokens of the whole batch."""
+    """Number of tokens of the whole batch."""
     checksum: int
     """Checksum of the sequences that this rank reports."""
     rows: tuple[int, ...] = ()
-    """Rows of the batch by data-parallel device; where their numbers differ from step to step."""
+    """Number of rows of each data-parallel device, if these numbers differ from step to step."""
     staleness: tuple[int, ...] = ()
-    """Staleness of the gradients in the sum; where workers brought them."""
+    """Staleness of each gradient in the sum, if workers of a parameter server computed them."""
     dropped: int = 0
-    """Gradients since the step before that came after another of the same portion."""
+    """Number of gradients since the last step that were dropped because another of the same portion came
+    first."""
     rate: float = 1.0
-    """Factor of the learning rate in this step: less than 1 where old gradients are damped."""
+    """Factor of the learning rate in this step: less than 1 if stale gradients are damped."""
     updates: Updates | None = None
-    """Updates that were made already, each with a gradient of its own; None: the update of the step is still
-    to be made."""
+    """Updates that workers have made already; None: the step still has to make its update."""
     norm: Tensor | None = None
     """Mean norm of the gradients of these updates."""
 
 
 class Source(Protocol):
-    """Puts the gradients of one step after the other in place."""
+    """Computes or receives the gradients of one step after the other."""
 
     def draw(self) -> Drawn | None:
-        """Put the gradients of the next step in place; None: the run is to stop before there are any."""
+        """Give the parameters the gradients of the next step; None: the run stops before there are any."""
 
     def ahead(self) -> None:
-        """Prepare the next step, while the device works on this one."""
+        """Prepare the next step while the device works on this one."""
 
     def again(self) -> None:
-        """The step just drawn has to be drawn once more."""
+        """Let the next `draw` repeat the last one."""
 
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """A step is done. `seconds` is what each rank took for its own work (compute, data) in the step
-        before, where that is known."""
+        """Note that a step is done. `seconds` is the time of each rank's work (compute, data) in the step
+        before, if it is known."""
 
     def close(self) -> None:
-        """There are no more steps."""
+        """End all threads: there are no more steps."""
 
 
-class OwnRows:
-    """Every rank computes its rows of the global batch; a thread reads them ahead."""
+class RankRows:
+    """The source of a synchronous run: each rank computes its rows of the global batch, which a thread reads
+    ahead."""
 
     def __init__(self, training: Training, by_speed: bool = False) -> None:
         """With `by_speed`, a faster device gets more rows of later batches."""
@@ -98,9 +99,10 @@ class OwnRows:
         self._batch: list[Batch] | None = None
         self._drawn: list[Batch] | None = None
         self._after: list[Batch] | None = None
-        """The batch that was read ahead, while a step is made again."""
+        """The batch that was read ahead, while a step is repeated."""
 
     def draw(self) -> Drawn:
+        """Compute the gradients of this rank's rows."""
         training = self.training
         batch = self._drawn = self.next_batch()
         tokens = count_tokens(training, batch)
@@ -115,16 +117,20 @@ class OwnRows:
         return self._batch or self._fetch()
 
     def ahead(self) -> None:
+        """Read the rows of the next step."""
         more = self.training.step + 1 < self.training.config.train.steps
         self._batch, self._after = self._after or (self._fetch() if more else None), None
 
     def again(self) -> None:
+        """Use the rows of the last step once more."""
         self._batch, self._after = self._drawn, self._batch
 
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+        """Take the times of the ranks into account for the shares of later batches."""
         self._dealer.hear(step - 1, seconds)
 
     def close(self) -> None:
+        """End the thread that reads ahead."""
         self._batches.close()
 
     def _fetch(self) -> list[Batch]:
@@ -135,14 +141,15 @@ class OwnRows:
         return self._dealer.deal().of(self.training.mesh.data_index)
 
     def checksum(self, batch: list[Batch]) -> int:
-        """Devices along pipeline and context read the same sequences, so the first of them speaks for all."""
+        """Return the checksum of the rows that this rank reports: devices along pipeline and context read the
+        same rows, so only the first reports them."""
         mesh = self.training.mesh
-        speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
-        return sum(micro_batch.checksum for micro_batch in batch) if speaks else 0
+        reports = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
+        return sum(micro_batch.checksum for micro_batch in batch) if reports else 0
 
 
 def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
-    """Tokens that carry a loss in the whole global batch (a group's part of it)."""
+    """Return the number of tokens with a loss in the whole global batch (a group's part of it)."""
     config = training.config
     if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
         rows = config.train.global_batch // training.plan.groups
@@ -152,8 +159,8 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
 
 
 def count_items(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
-    """What the loss is divided by, on every layout alike: these tokens, or what a user's module counts in the
-    whole global batch. Where it counts nothing there is no loss to divide."""
+    """Return the divisor of the loss, which is the same on every layout: these tokens, or the items that a
+    user's module counts in the whole global batch."""
     if not training.parallel.counts_items:
         return at_least_some(tokens)
     local = torch.stack([training.parallel.items(micro_batch) for micro_batch in batch]).sum()
@@ -161,13 +168,13 @@ def count_items(training: Training, batch: list[Batch], tokens: Tensor) -> Tenso
 
 
 def at_least_some(items: Tensor) -> Tensor:
-    """A number to divide by: one, where there are none."""
+    """Return the number of items, or one if there are none, to divide by."""
     return torch.where(items > 0, items, torch.ones_like(items))
 
 
 def forward_backward(training: Training, batch: list[Batch], items: Tensor) -> Tensor:
-    """Gradients of the global mean loss over so many items, complete on this rank; returns this rank's part
-    of that loss."""
+    """Compute this rank's complete gradients of the mean loss over `items`, and return its part of that
+    loss."""
     items = items.to(DTYPES[training.plan.model.dtypes.sums])
     with attention_backends(training.mesh.device.type):
         return training.parallel.forward_backward(batch, training.scale.value / items) / items

@@ -63,7 +63,7 @@ def share(training: Training, numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks told each other in a step."""
+    """Numbers that all ranks have exchanged in a step."""
 
     loss: float
     votes: float
@@ -73,7 +73,7 @@ class Shared:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Shared:
-        """Read the summed vector."""
+        """Return the numbers in a summed vector."""
         loss, votes, high, low, *times = numbers
         pairs = tuple(zip(times[::2], times[1::2], strict=True))
         return cls(loss, votes, int(high) * HALF + int(low), pairs)

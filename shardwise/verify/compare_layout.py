@@ -30,7 +30,7 @@ from shardwise.mesh import Worker
 from shardwise.models import Head
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.train.check_loss import check_summed_loss
@@ -267,7 +267,7 @@ def watch(
         begin(training.step + 1)
         loss = original(batch, factor)
         # A step whose float8 scales were outgrown is done again.
-        if parallel.scales is None or not bool(parallel.scales.see().outgrown):
+        if parallel.scales is None or not bool(parallel.scales.observe().outgrown):
             look(training.step + 1)
         return loss
 
@@ -330,7 +330,7 @@ def _frozen(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _is_reference(key: Key, holder: Tensor, tensors: dict[Key, Tensor]) -> bool:
     """Return whether this rank's slice equals the reference to the bit."""
-    return torch.equal(local(holder.detach()).cpu(), tensors[key][held(holder)].to(holder.dtype))
+    return torch.equal(local(holder.detach()).cpu(), tensors[key][local_slices(holder)].to(holder.dtype))
 
 
 def _state(training: Training) -> Iterator[tuple[str, str, Tensor]]:
@@ -358,7 +358,7 @@ def _compare_number(key: Key, actual: float, reference: float) -> SliceCompariso
 
 def _compare_slice(key: Key, holder: Tensor, values: Tensor, tensors: dict[Key, Tensor]) -> SliceComparison:
     """Compare this rank's values with the slice of the reference that `holder` holds."""
-    where = held(holder)
+    where = local_slices(holder)
     reference, actual = tensors[key][where].double(), values.detach().cpu().double()
     shapes = tuple(actual.shape), tuple(reference.shape)
     assert actual.shape == reference.shape, f"{key[0]}: this rank holds {shapes[0]}, not {shapes[1]}"

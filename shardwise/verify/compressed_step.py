@@ -31,7 +31,7 @@ from shardwise._torch import UnitPiece, unit_pieces
 from shardwise.checkpoint.state_key import StateKind
 from shardwise.mesh import Worker
 from shardwise.optim import local
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.train.build import Training
 from shardwise.verify.compare_layout import build_proof, watch
 from shardwise.verify.proof_job import ProofJob
@@ -49,7 +49,7 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
             if not parameter.requires_grad:
                 continue
             assert parameter.grad is not None, "the layout was proven without compression"
-            gradients[name] = held(parameter), local(parameter.grad).cpu().clone()
+            gradients[name] = local_slices(parameter), local(parameter.grad).cpu().clone()
 
     weights = _WeightsInUse(training) if proof.plan.layout.weight_compression else None
     watch(training, 1, keep)
@@ -110,7 +110,7 @@ class _WeightsInUse:
         for piece, name in zip(pieces, names, strict=True):
             weight = _weight(piece).detach()
             copied = local(weight).to("cpu", copy=True)  # FSDP2 frees its memory, which NumPy must not hold
-            self.checksums[f"{name}{_box(held(weight))}"].add(_checksum(copied))
+            self.checksums[f"{name}{_box(local_slices(weight))}"].add(_checksum(copied))
 
 
 def _weight(piece: UnitPiece) -> nn.Parameter:

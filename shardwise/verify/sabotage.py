@@ -195,14 +195,14 @@ def _scale(training: Training, description: Description) -> None:
 def _swap(training: Training, description: Description) -> None:
     """Swap the two halves of this rank's input sequences."""
     parallel = training.parallel
-    local_part: Callable[[Batch], Batch] = parallel.own
+    local_part: Callable[[Batch], Batch] = parallel.local_batch
 
     def swapped(batch: Batch) -> Batch:
         part = local_part(batch)
         half = part.inputs.shape[1] // 2
         return replace(part, inputs=torch.cat((part.inputs[:, half:], part.inputs[:, :half]), 1))
 
-    parallel.own = swapped  # type: ignore[method-assign]
+    parallel.local_batch = swapped  # type: ignore[method-assign]
     description["module"] = "embedding"
 
 

@@ -40,7 +40,7 @@ from shardwise.mesh import Worker
 from shardwise.models import matches
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 from shardwise.plan import COPIES
 from shardwise.train.build import Training
 from shardwise.verify.compare_layout import build_proof, watch
@@ -172,7 +172,7 @@ def _trace(training: Training, step: int) -> _TracedStep:
         if number == step:
             state = dict((*parallel.named_parameters(), *parallel.named_buffers()))
             before = {name: local(tensor.detach()).cpu().clone() for name, tensor in state.items()}
-            where = {name: held(tensor) for name, tensor in state.items()}
+            where = {name: local_slices(tensor) for name, tensor in state.items()}
             traced.append(_TracedStep(Recorder(part.model for part in parallel.parts), before, where, {}))
 
     def keep(number: int) -> None:
@@ -380,7 +380,7 @@ def _is_left_over(
     The factor may be any, because an update may have divided that gradient.
     """
     reference, earlier = (
-        tensors[name, "gradient", number][held(parameter)].double() for number in (step, step - 1)
+        tensors[name, "gradient", number][local_slices(parameter)].double() for number in (step, step - 1)
     )
     excess = gradient.cpu().double() - reference
     ratio = float((excess * earlier).sum()) / max(float(earlier.square().sum()), 1e-300)
@@ -403,7 +403,7 @@ def _sums(
                 continue
             added = gradient.clone()
             dist.all_reduce(added, group=group)
-            reference = tensors[name, "gradient", step][held(parameter)]
+            reference = tensors[name, "gradient", step][local_slices(parameter)]
             if added.numel() and float((added.cpu() - reference).norm()) <= LIMIT * float(reference.norm()):
                 axes_of[name].append(mesh.label(axis))
     return dict(axes_of)

@@ -153,7 +153,7 @@ def test_a_flood_of_strangers_opens_no_thread_and_keeps_few_connections(served: 
     assert isinstance(said(wire, Hello("honest")), Welcome)
     kept = psutil.Process().num_fds() - descriptors - len(flood) - 1
     assert most == 0
-    assert kept <= listening.MOST_STRANGERS + 1
+    assert kept <= listening.MAX_STRANGERS + 1
     wire.close()
     for stranger in flood:
         stranger.close()

@@ -214,7 +214,7 @@ def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(
     written_for_long.check_read_by(layout, NAMES)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.full), "lion"])
 @pytest.mark.parametrize(
     ("layout", "sources"),
     [

@@ -300,7 +300,7 @@ def test_a_run_whose_saves_fail_so_many_times_in_a_row_stops_and_says_why(
     tables = job(
         corpus,
         run={"folder": str(tmp_path)},
-        checkpoint={"attempts": 2, "background": False},
+        checkpoint={"max_failed_saves": 2, "background": False},
         train={"steps": 9},
     )
     training = start(ALONE, tables)
@@ -318,7 +318,7 @@ def test_a_run_whose_saves_fail_so_many_times_in_a_row_stops_and_says_why(
         save_a_step(fails)
     with pytest.raises(
         RunFailed,
-        match=r"^2 saves in a row failed.*checkpoint\.attempts = 2.*step 4 .*No space left on device",
+        match=r"^2 saves in a row failed.*checkpoint\.max_failed_saves = 2.*step 4 .*No space left on device",
     ):
         save_a_step(fails=True)
     assert [Path(folder).name for folder in checkpoints(tmp_path / "checkpoints")] == ["step-2"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.folder import Manifest, held_model
+from shardwise.checkpoint.folder import Manifest, saved_model
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder
 from shardwise.checkpoint.state_key import StateKey
@@ -141,7 +141,7 @@ def save(module: Transformer, folder: Path, tokenizer: str = "bytes") -> str:
 def load(checkpoint: str) -> Transformer:
     """The plain model of a checkpoint."""
     contents = Contents.open(checkpoint)
-    module = Transformer(held_model(contents.manifest, contents.address))
+    module = Transformer(saved_model(contents.manifest, contents.address))
     weights = {key.name: contents.read(key) for key in contents.tensors if key.is_model}
     assert weights.keys() == {name for name, _ in module.named_parameters()}
     module.load_state_dict(weights, strict=False)  # a tied head is no weight of its own

@@ -18,7 +18,7 @@ from warm import Server
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.folder import check_same_model, read_manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.checkpoint.huggingface_files import as_files, has_tokenizer, kept_key, kept_of_folder
+from shardwise.checkpoint.huggingface_files import as_files, file_key, files_of_folder, has_tokenizer
 from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.checkpoint.tensor_files import Contents
 from shardwise.cli.check_job import checks_of_proof, weights_problems
@@ -234,18 +234,18 @@ def test_the_files_of_another_tokenizer_are_not_kept(folder: Path, tmp_path: Pat
     )
     training = build(config, choose(config, 1), ALONE)
     keep_files(training, (str(tmp_path / "step-0"),))
-    assert training.kept == {}
+    assert training.folder_files == {}
 
 
 def test_files_that_belong_to_no_tokenizer_of_the_data_are_not_kept(folder: Path) -> None:
     """Those of a vocab.json and merges.txt say nothing of the ids in the data."""
-    kept = kept_of_folder(folder)
+    kept = files_of_folder(folder)
     own = file_fingerprint((folder / "tokenizer.json").read_bytes())
     assert has_tokenizer(kept, own)
     assert not has_tokenizer(kept, "bytes-257")
-    kept.pop(kept_key("tokenizer.json"))
+    kept.pop(file_key("tokenizer.json"))
     assert not has_tokenizer(kept, own)  # there is a tokenizer_config.json still
-    kept.pop(kept_key("tokenizer_config.json"))
+    kept.pop(file_key("tokenizer_config.json"))
     assert has_tokenizer(kept, "bytes-257")
 
 
@@ -277,7 +277,7 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links_without_a_
     as_links(folder, repository / "blobs", repository / "snapshots" / "0123")
     (tmp_path / "mine").symlink_to(repository / "snapshots" / "0123")
     assert open_folder(tmp_path / "mine").model == open_folder(folder).model
-    assert as_files(kept_of_folder(tmp_path / "mine")) == files(folder)
+    assert as_files(files_of_folder(tmp_path / "mine")) == files(folder)
     assert links_outside(tmp_path / "mine") is None
 
 
@@ -287,7 +287,7 @@ def test_a_folder_of_links_to_shared_storage_is_read_and_said_to_be_one(folder: 
     found, truth = (dict(open_folder(each).read()) for each in (mine, folder))
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
-    assert as_files(kept_of_folder(mine)) == files(folder)
+    assert as_files(files_of_folder(mine)) == files(folder)
     count = len([path for path in mine.iterdir() if path.is_symlink()])
     said = str(links_outside(mine))
     assert said.startswith(f"{mine}: {count} files are links to files elsewhere (")
@@ -386,4 +386,4 @@ def test_kept_files_are_no_difference_between_a_run_and_an_import(folder: Path, 
 @pytest.mark.parametrize("name", ["../out.json", "/etc/passwd", ".hidden", "other/file", "model.safetensors"])
 def test_a_checkpoint_cannot_write_files_elsewhere(name: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keeps a file"):
-        as_files({kept_key(name): torch.zeros(1, dtype=torch.uint8)})
+        as_files({file_key(name): torch.zeros(1, dtype=torch.uint8)})

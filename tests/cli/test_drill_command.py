@@ -140,7 +140,7 @@ def test_workers_fall_from_four_to_three_and_come_back(shardwise: Shardwise, tmp
 
 @pytest.mark.full
 def test_a_run_that_does_not_survive_fails_the_drill_with_its_last_words(shardwise: Shardwise) -> None:
-    arguments = ["--faults", "kill", "--count", "1", "recovery.attempts=1", "--json"]
+    arguments = ["--faults", "kill", "--count", "1", "recovery.step_attempts=1", "--json"]
     done = shardwise("drill", *JOB, *arguments)
     found = result(done, status=1)
     assert (found["pass"], found["faults"], found["loss_equal"]) == (False, [], False)

@@ -213,7 +213,7 @@ TRAIN = [
     ("observe.wandb=project", "pip install 'shardwise[wandb]'"),
     ("server.servers=2", "no effect without train.driver"),
     ("local.groups=4", "no effect without train.driver"),
-    ("recovery.attempts=0", "greater than or equal to 1"),
+    ("recovery.step_attempts=0", "greater than or equal to 1"),
 ]
 
 OTHERS = [
@@ -241,7 +241,7 @@ OTHERS = [
     ("plan job.toml --days=-3 cluster.preset=h100x8", "--days -3: give a number above 0"),
     ("plan job.toml --compute-budget=0 cluster.preset=h100x8", "--compute-budget 0"),
     ("plan job.toml --compute-budget=1e20 --days=3 cluster.preset=h100x8", "not both"),
-    ("plan job.toml --storage=0 cluster.preset=h100x8", "--storage 0"),
+    ("plan job.toml --storage-gb-per-s=0 cluster.preset=h100x8", "--storage-gb-per-s 0"),
     ("plan job.toml --html=nothing cluster.preset=h100x8", "--html nothing: is a folder"),
     ("plan job.toml --html=nowhere/x.html cluster.preset=h100x8", "cannot be written"),
     (

@@ -62,7 +62,12 @@ class Finetuned(OwnModel):
 
 
 @pytest.mark.parametrize(
-    "layout", [["layout.data=2", "layout.zero=3"], ["layout.tensor=2", "layout.data=1"]], ids=" ".join
+    "layout",
+    [
+        ["layout.data=2", "layout.zero=3"],
+        pytest.param(["layout.tensor=2", "layout.data=1"], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
 )
 def test_a_new_head_on_a_frozen_backbone_is_proven(
     shardwise: Shardwise, tmp_path: Path, layout: list[str]

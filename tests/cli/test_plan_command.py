@@ -152,7 +152,7 @@ def test_a_terminal_shows_the_lines_to_paste_the_reason_and_the_bars(plan: Plan)
         "tokens/s a device, MFU",
         "next best of another kind",
         "loses on",
-        "on storage of 20 GB/s in all (--storage)",
+        "on storage of 20 GB/s in all (--storage-gb-per-s)",
     ):
         assert word in " ".join(out.split()), word
 

@@ -50,7 +50,7 @@ def compare(here: Worker, group: dist.ProcessGroup, size: int) -> int:
     gloo.all_gather(gathered.flatten(), rows[0], group, here)
     assert torch.equal(gathered, torch.stack(everyone))
     assert torch.equal(rows, before)
-    under_way = gloo.PartsUnderWay(rows, group, here)
+    under_way = gloo.RowExchange(rows, group, here)
     assert torch.equal(under_way.arrived(), arrived)
     return len(under_way.works)
 

@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from shardwise.comm.ordered_sums import InOrder
+from shardwise.comm.ordered_sums import OrderedSums
 
 
 class Model:
@@ -20,7 +20,7 @@ class Model:
 
 
 def test_nothing_of_a_team_that_is_gone_is_held_and_its_thread_ends() -> None:
-    sums, model = InOrder(torch.device("cpu")), Model()
+    sums, model = OrderedSums(torch.device("cpu")), Model()
     assert sums.run(model.total).wait().sum() == 2
     threads = [thread for thread in threading.enumerate() if thread.name == "compressed sums"]
     held = weakref.ref(model)

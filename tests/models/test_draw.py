@@ -106,7 +106,7 @@ def test_a_slice_is_that_of_the_whole(
     shape, held = where
     expected = whole(*shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "PART", at_once)
+        patch.setattr(drawing, "CPU_CHUNK", at_once)
         assert torch.equal(part(shape, held, dtype=dtype), expected[held].to(dtype))
 
 

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from shardwise.config import Model
 from shardwise.config.model_config import to_config, to_model
 from shardwise.models import Transformer, check_values, initialise, weights_without_memory
-from shardwise.models.experts import Experts, MixtureOfExperts, attach, visit
+from shardwise.models.experts import Experts, MixtureOfExperts, apply_experts, attach
 from shardwise.models.rotary import rotary_frequencies
-from shardwise.models.sorting import inverse, mix, permute
+from shardwise.models.sorting import inverse_permutation, permute, weighted_sum
 
 transformers = pytest.importorskip("transformers")
 
@@ -377,8 +377,8 @@ def test_sums_over_a_tokens_experts_are_rounded_once(chosen: int) -> None:
 
     def run(dtype: torch.dtype) -> list[Tensor]:
         visited, by, x = (each.to(dtype).requires_grad_() for each in (rows, weights, token))
-        mixed = mix(visited, by, order, inverse(order))
-        permuted = permute(x, order, inverse(order), copies=chosen)
+        mixed = weighted_sum(visited, by, order, inverse_permutation(order))
+        permuted = permute(x, order, inverse_permutation(order), copies=chosen)
         found = torch.autograd.grad(
             (mixed, permuted), (visited, by, x), (token.to(dtype), sorted_row.to(dtype))
         )
@@ -387,7 +387,7 @@ def test_sums_over_a_tokens_experts_are_rounded_once(chosen: int) -> None:
     for found, truth in zip(run(torch.bfloat16), run(torch.float64), strict=True):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), truth, rtol=1.01 * 2.0**-8, atol=1e-9)
-    by_hand = torch.stack([rows[place].double() for place in inverse(order)]).view(40, chosen, 32)
+    by_hand = torch.stack([rows[place].double() for place in inverse_permutation(order)]).view(40, chosen, 32)
     close(run(torch.float64)[0], (by_hand * weights.double().unsqueeze(-1)).sum(1))
 
 
@@ -523,7 +523,7 @@ def test_the_grouped_matmul_equals_the_loop(count: list[int], monkeypatch: pytes
         y = compute(x, torch.tensor(count, device="cuda"), *weights)
         return [y, *torch.autograd.grad(y, inputs, upstream.to(dtype), materialize_grads=True)]
 
-    exact, grouped = run(visit, torch.float64), run(visit, torch.bfloat16)
+    exact, grouped = run(apply_experts, torch.float64), run(apply_experts, torch.bfloat16)
     for found, truth in zip(grouped, exact, strict=True):
         assert not found.isnan().any()
         assert (found - truth).norm() <= 0.01 * truth.norm()

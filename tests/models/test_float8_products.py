@@ -73,7 +73,7 @@ def test_a_product_and_its_gradients_are_those_of_the_8_bit_numbers(dtype: torch
     torch.testing.assert_close(
         weight.grad.double(), g8.flatten(0, 1).T @ x8.flatten(0, 1), **{**close, "atol": 1e-9}
     )
-    (seen,) = float8.noted
+    (seen,) = float8.observations
     assert seen[:, 0].tolist() == pytest.approx([t.abs().max().item() for t in (x, gradient)], rel=1e-6)
 
 
@@ -151,13 +151,13 @@ def test_compiled_code_notes_what_eager_code_notes() -> None:
     eager, compiled = Float8(), Float8()
     eager(x, weight).square().sum().backward()
     torch.compile(lambda: compiled(x, weight), fullgraph=True)().square().sum().backward()
-    torch.testing.assert_close(compiled.noted[0], eager.noted[0])
+    torch.testing.assert_close(compiled.observations[0], eager.observations[0])
 
 
 def test_weights_that_compiled_code_cast_are_to_compiled_code_of_one_size() -> None:
     product, x, weights = Float8(), torch.randn(48, 16), [torch.randn(32, 16), torch.randn(64, 16)]
-    product.keep(weights, torch.float32, compiled=True)
-    kept = product.kept
+    product.cache_weights(weights, torch.float32, compiled=True)
+    kept = product.cached_weights
     seen: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
@@ -167,8 +167,8 @@ def test_weights_that_compiled_code_cast_are_to_compiled_code_of_one_size() -> N
     torch.compile(lambda: product(x, weights[0]), backend=backend)()
     assert seen
     assert all(isinstance(one, Tensor) for one in seen), "sizes that are no constants are inputs too"
-    product.keep([weight * 2 for weight in weights], torch.float32, compiled=True)
-    assert product.kept is kept, "compiled code knows these tensors"
+    product.cache_weights([weight * 2 for weight in weights], torch.float32, compiled=True)
+    assert product.cached_weights is kept, "compiled code knows these tensors"
     truth = (torch.cat(weights) * 2).to(E4M3).float()  # the scale is 1
     assert kept is not None
     torch.testing.assert_close(kept[0].float(), truth)

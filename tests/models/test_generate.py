@@ -27,7 +27,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_token_too(temperature: floa
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_without_finite_numbers_is_said_to_be_one(temperature: float) -> None:
     step = lambda tokens: torch.tensor([0.0, torch.nan])  # noqa: E731
-    with pytest.raises(UserError, match="no finite numbers"):
+    with pytest.raises(UserError, match="logits are not finite"):
         generate(step, [0], 1, max_positions=4, temperature=temperature)
 
 

@@ -14,7 +14,7 @@ from shardwise.config import Model
 from shardwise.models.experts import Experts, MixtureOfExperts
 from shardwise.models.float8_grouped import GroupedFloat8, GroupedProducts
 from shardwise.models.float8_products import E4M3, E5M2, LARGEST, scale_for
-from shardwise.models.sorting import Sorting, inverse
+from shardwise.models.sorting import Sorting, inverse_permutation
 
 COUNTS = [[3, 0, 9, 1], [0, 0, 13, 0], [4, 3, 3, 3]]
 INPUTS, OUTPUTS = 32, 16
@@ -76,14 +76,16 @@ def test_a_grouped_product_and_its_gradients_are_those_of_the_8_bit_numbers(
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad.double(), part, **{**close, "atol": close["atol"] + 1e-12})
         assert [bool(own.any()) for own in weight.grad] == [count > 0 for count in counts]
-    (seen,) = product.noted
+    (seen,) = product.observations
     assert seen[:, 0].tolist() == pytest.approx([t.abs().max().item() for t in (x, gradient)], rel=1e-6)
 
 
 def sorting_of(tokens: int, copies: int, experts: int = 4) -> tuple[Sorting, list[int]]:
     chosen = torch.stack([torch.randperm(experts)[:copies] for _ in range(tokens)]).flatten()
     order = chosen.argsort(stable=True)
-    return Sorting(order, inverse(order), copies), torch.bincount(chosen, minlength=experts).tolist()
+    return Sorting(order, inverse_permutation(order), copies), torch.bincount(
+        chosen, minlength=experts
+    ).tolist()
 
 
 def test_rows_cast_before_they_are_copied_are_rows_cast_after() -> None:
@@ -104,7 +106,7 @@ def test_rows_cast_before_they_are_copied_are_rows_cast_after() -> None:
         strict=True,
     ):
         torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(before.noted[0], after.noted[0])
+    torch.testing.assert_close(before.observations[0], after.observations[0])
 
 
 def test_backward_keeps_one_row_of_8_bits_for_each_token() -> None:
@@ -132,7 +134,7 @@ def test_where_no_row_comes_gradients_are_zeros_and_nothing_is_seen() -> None:
     for weight in weights:
         assert weight.grad is not None
         assert not weight.grad.any()
-    assert product.noted[0].tolist() == [[0.0, 0.0]] * 2
+    assert product.observations[0].tolist() == [[0.0, 0.0]] * 2
 
 
 def test_compiled_code_notes_and_computes_what_eager_code_does() -> None:
@@ -150,7 +152,7 @@ def test_compiled_code_notes_and_computes_what_eager_code_does() -> None:
     truth = run(eager, eager)
     found = run(compiled, torch.compile(compiled.forward, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(found[:3], truth)
-    torch.testing.assert_close(found[3], eager.noted[0])
+    torch.testing.assert_close(found[3], eager.observations[0])
 
 
 def of_experts(**fields: int) -> Experts:
@@ -226,7 +228,7 @@ def test_the_kernels_of_a_gpu_multiply_the_same_8_bit_numbers(counts: list[int] 
         there = (
             None
             if sorting is None
-            else Sorting(sorting.order.to(device), sorting.back.to(device), sorting.copies)
+            else Sorting(sorting.order.to(device), sorting.inverse.to(device), sorting.copies)
         )
         y = product(x, ends_of(counts).to(device), (gate, up), there)
         return [y, *torch.autograd.grad(y, (x, gate, up), gradient.to(device))]

@@ -15,7 +15,7 @@ from shardwise.mesh import Worker, join
 from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
 from shardwise.optimizers import AdamW
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import local_slices
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 
@@ -138,7 +138,7 @@ def step_of_pieces(worker: Worker, whole: bool, dtype: torch.dtype) -> Tensor:
     weight, gradient = matrices(dtype)
     parameter = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(1)]))
     parameter.grad = distribute_tensor(gradient, device_mesh, [Replicate() if whole else Shard(1)])
-    optimizer = make_optimizer([("w", parameter)], AdamW(weight_decay=0.3), held=held)
+    optimizer = make_optimizer([("w", parameter)], AdamW(weight_decay=0.3), slices_of=local_slices)
     for _ in range(STEPS):
         update(optimizer, LR, ONE.to(dtype), ZERO)
     return parameter.detach().full_tensor()

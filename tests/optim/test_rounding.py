@@ -39,7 +39,7 @@ def test_a_norm_moves_as_far_as_in_float32() -> None:
 def test_rounding_goes_to_one_of_the_two_neighbours_and_is_right_on_average() -> None:
     numbers = torch.tensor([1.001, -1.001, 3.14159e-5, 65000.7, 0.0, -2.0])
     chance = torch.arange(1 << 16).unsqueeze(1)  # every one of them
-    rounded = rounding.round_by_chance(numbers.expand(1 << 16, -1).contiguous(), chance)
+    rounded = rounding.round_stochastically(numbers.expand(1 << 16, -1).contiguous(), chance)
     assert [len(column.unique()) for column in rounded.T] == [2, 2, 2, 2, 1, 1]
     spacing = (rounded.double().amax(0) - rounded.double().amin(0)).clamp(min=1e-30)
     assert ((rounded.double().mean(0) - numbers.double()).abs() / spacing).max() < 1e-4
@@ -72,7 +72,7 @@ def test_a_gpu_updates_and_rounds_as_a_cpu_does(columns: slice) -> None:
     def after_three_steps(device: str) -> list[torch.Tensor]:
         whole = torch.linspace(-2, 2, 700 * 300).reshape(700, 300).bfloat16()
         weight = nn.Parameter(whole[:, columns].contiguous().to(device))
-        optimizer = make_optimizer([("w", weight)], AdamW(), held=lambda _: (slice(0, 700), columns))
+        optimizer = make_optimizer([("w", weight)], AdamW(), slices_of=lambda _: (slice(0, 700), columns))
         for step in range(3):
             gradient = torch.linspace(1, -1, weight.numel(), device=device).reshape(weight.shape)
             weight.grad = (gradient * (step + 1)).to(torch.bfloat16)

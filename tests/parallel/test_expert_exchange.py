@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.comm import Comm
 from shardwise.config import Layout, Model
 from shardwise.mesh import Worker, join
-from shardwise.models.experts import MixtureOfExperts, visit
+from shardwise.models.experts import MixtureOfExperts, apply_experts
 from shardwise.models.sharding import Sharding, experts
 from shardwise.optim import local
 from shardwise.parallel.expert import exchange, split_over_experts
@@ -46,7 +46,7 @@ def exchanged(worker: Worker, counts: list[list[int]]) -> dict[str, Any]:
     rows, upstream = rows_and_upstream(worker.rank, counts[worker.rank])
     rows.requires_grad_()
     result = exchange(
-        lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), comm
+        lambda rows, counts: apply_experts(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), comm
     )
     gradients = torch.autograd.grad(result, [rows, *mine], upstream)
     return {"result": result.detach(), "gradients": gradients, "ledger": comm.ledger.take()}
@@ -79,7 +79,7 @@ def test_the_exchange_equals_all_experts_on_one_device(
     )
     for rank, part in enumerate(found):
         rows, upstream = rows_and_upstream(rank, counts[rank])
-        truth = visit(rows.requires_grad_(), torch.tensor(counts[rank]), *full)
+        truth = apply_experts(rows.requires_grad_(), torch.tensor(counts[rank]), *full)
         rows_gradient, *weight_gradients = torch.autograd.grad(truth, [rows, *full], upstream)
         torch.testing.assert_close(part["result"], truth.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(part["gradients"][0], rows_gradient, rtol=1e-12, atol=1e-12)

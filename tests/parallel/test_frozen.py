@@ -23,9 +23,9 @@ from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import Config, Layout, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
+from shardwise.search.planner import Planner
 from shardwise.train.build import build, restore, save
 from shardwise.train.check_module import check_module
-from shardwise.train.planner import Planner
 from shardwise.train.steps import steps
 
 Weights = dict[str, Tensor]

@@ -38,8 +38,8 @@ def train_blocking(worker: Worker, tables: Tables) -> Trained:
             for group in _groups(unit):
                 scatter = group._reduce_scatter_comm
                 assert isinstance(scatter, CountedReduceScatter)
-                assert scatter.behind is not None
-                scatter.behind = None
+                assert scatter.deferred is not None
+                scatter.deferred = None
     done = list(steps(training))
     return Trained(done, weights(training))
 

@@ -26,11 +26,11 @@ from shardwise.models import initial_value
 from shardwise.optim import local
 from shardwise.parallel import build_plain
 from shardwise.plan import ModelSpec, Plan, StateBytes, choose
+from shardwise.search.planner import Planner
 from shardwise.train.build import build, restore, save
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.check_module import check_module, count_parameters
 from shardwise.train.evaluate import held_out_loss
-from shardwise.train.planner import Planner
 from shardwise.train.steps import steps
 
 HERE = Path(__file__).parent

@@ -146,7 +146,9 @@ class Held:
             group._all_gather_comm for part in training.parallel.parts for group in _fsdp_groups(part.model)
         ]
         copies = [
-            nearby._kept for gather in gathers if (nearby := getattr(gather, "nearby", None)) is not None
+            secondary._shard
+            for gather in gathers
+            if (secondary := getattr(gather, "secondary", None)) is not None
         ]
         state = [
             value
@@ -159,7 +161,8 @@ class Held:
             "gathered": [tensor for one in sharded for tensor in one.all_gather_outputs],
             "nearby": [kept for kept in copies if kept is not None],
             "gradients": [
-                grad for grad in (*(one.grad for one in owners), *whole, *waiting) if grad is not None
+                *(_split(one.grad, one) for one in owners if one.grad is not None),
+                *(grad for grad in (*whole, *waiting) if grad is not None),
             ],
             "optimizer": state,
             "counters": [entry["step"] for entry in training.optimizer.state.values()],
@@ -171,12 +174,14 @@ def _waiting(one: Any) -> Tensor | None:
     same."""
     newest = one._unsharded_param.grad if hasattr(one, "_unsharded_param") else None
     gradient = newest if one.unsharded_accumulated_grad is None else one.unsharded_accumulated_grad
-    piece = local(one._unsharded_param) if hasattr(one, "_unsharded_param") else None
-    if gradient is not None and piece is not None and local(gradient).numel() > piece.numel():
-        # torch 2.11 makes the sum of an unevenly split weight whole on every rank; the prediction is of later
-        # releases
-        return local(gradient).new_empty(piece.shape)
-    return gradient
+    return _split(gradient, one._unsharded_param) if gradient is not None else None
+
+
+def _split(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient as later releases hold it: torch 2.11 makes the sum of an unevenly split weight whole on
+    every rank, and the prediction is of later releases."""
+    whole, piece = local(gradient), local(parameter)
+    return whole.new_empty(piece.shape) if whole.numel() > piece.numel() else whole
 
 
 def _fsdp_groups(model: Any) -> list[Any]:

@@ -125,7 +125,7 @@ def test_a_loose_worker_that_never_gets_to_work_rests_until_none_of_them_does(tm
         host._note_lost(cast(WorkerProcess, SimpleNamespace(slot=slot, step=step)), killed)
 
     killed = Fault("died", 1, 0, "worker 1 was ended by SIGKILL", 0.0, 1)
-    for _ in range(host.recovery.attempts):
+    for _ in range(host.recovery.step_attempts):
         lose(1)
     assert host._usable_slots() == [0, 2]
     lose(2, step=7)

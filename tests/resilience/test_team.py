@@ -35,8 +35,8 @@ def even_numbers(devices: int) -> Plan | None:
     return any_number(devices // 2 * 2)
 
 
-def lead(least: int, most: int, make_plan: Any = any_number, attempts: int = 3) -> Leader:
-    return Leader(Bounds(least, most), make_plan, attempts, port=lambda: 5)
+def lead(least: int, most: int, make_plan: Any = any_number, step_attempts: int = 3) -> Leader:
+    return Leader(Bounds(least, most), make_plan, step_attempts, port=lambda: 5)
 
 
 def host(name: str, slots: int, **facts: Any) -> Report:
@@ -263,22 +263,22 @@ def test_a_failure_that_trying_again_cannot_mend_ends_the_run_at_once() -> None:
     assert (orders.wish, orders.status, orders.message) == ("end", 1, "the loss is nan")
 
 
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_the_same_step_failing_again_and_again_ends_the_run_and_is_named(attempts: int) -> None:
-    judge = lead(2, 2, attempts=attempts)
+@pytest.mark.parametrize("step_attempts", [1, 3])
+def test_the_same_step_failing_again_and_again_ends_the_run_and_is_named(step_attempts: int) -> None:
+    judge = lead(2, 2, step_attempts=step_attempts)
     decide(judge, 0, host("a", 2))
-    for generation in range(1, attempts):
+    for generation in range(1, step_attempts):
         bad = fault(generation, step=7, cause="bad row")
         assert decide(judge, generation, host("a", 2, generation=generation, faults=(bad,))).wish == "work"
-    bad = fault(attempts, step=7, cause="bad row", reads="rows 8 to 15")
-    orders = decide(judge, 99, host("a", 2, generation=attempts, faults=(bad,)))
+    bad = fault(step_attempts, step=7, cause="bad row", reads="rows 8 to 15")
+    orders = decide(judge, 99, host("a", 2, generation=step_attempts, faults=(bad,)))
     assert (orders.wish, orders.status) == ("end", 1)
-    assert orders.message.startswith(f"step 7 failed {attempts} times in a row")
+    assert orders.message.startswith(f"step 7 failed {step_attempts} times in a row")
     assert "(rank 1): bad row; it had rows 8 to 15" in orders.message
 
 
 def test_a_line_of_the_users_own_code_that_fails_again_is_not_tried_a_third_time() -> None:
-    judge = lead(2, 2, attempts=5)
+    judge = lead(2, 2, step_attempts=5)
     decide(judge, 0, host("a", 2))
     for generation, line in ((1, "own.py, line 3"), (2, "own.py, line 4")):
         failed = fault(generation, step=7, own_line=line)
@@ -308,7 +308,7 @@ def test_failures_at_different_steps_never_end_the_run() -> None:
 
 
 def test_a_run_that_gets_nowhere_ends_and_says_so() -> None:
-    judge = lead(2, 2, attempts=2)
+    judge = lead(2, 2, step_attempts=2)
     decide(judge, 0, host("a", 2))
     for generation in range(1, 8):
         step = [9, 8, 9, 8, 7, 8, 6][generation - 1]
@@ -454,7 +454,7 @@ def test_hosts_that_die_at_once_cost_one_attempt(
     was pulled)."""
     now = [0.0]
     monkeypatch.setattr(team_module, "present_time", lambda: now[0])
-    judge = lead(2, 6, attempts=2)
+    judge = lead(2, 6, step_attempts=2)
     decide(judge, 0, host("a", 2), host("b", 2), host("c", 2))
     alive = [name for name in "abc" if name not in dead]
     for quarter in range(1, 4 * 25):
@@ -479,7 +479,7 @@ def test_hosts_that_die_at_once_cost_one_attempt(
 
 def test_a_team_formed_with_a_host_that_is_gone_is_no_attempt() -> None:
     """It died between its last call and the orders: no call of it ever told that it knew the team."""
-    judge = lead(2, 4, attempts=2)
+    judge = lead(2, 4, step_attempts=2)
     decide(judge, 0, host("a", 2), host("b", 2))
     died = fault(1, step=8)
     both = [host("a", 2, generation=1, step=7, faults=(died,)), host("b", 2, generation=1, step=7)]
@@ -505,9 +505,9 @@ def test_a_newcomer_that_is_gone_again_does_not_disturb_a_team() -> None:
 
 
 def test_a_lost_leader_costs_one_attempt() -> None:
-    first = lead(2, 6, attempts=2)
+    first = lead(2, 6, step_attempts=2)
     orders = decide(first, 0, host("a", 2), host("b", 2), host("c", 2))
-    second = lead(2, 6, attempts=2)
+    second = lead(2, 6, step_attempts=2)
     second.take_over(orders, "b", "a", now=100)
     gone = {"generation": 1, "step": 7, "faults": (fault(1, step=8, echo=True),)}
     assert decide(second, 100, host("b", 2, **gone)) == orders
@@ -517,9 +517,9 @@ def test_a_lost_leader_costs_one_attempt() -> None:
     assert len(second.faults) == 1
 
 
-def with_a_newcomer(attempts: int = 2) -> tuple[Leader, Team]:
+def with_a_newcomer(step_attempts: int = 2) -> tuple[Leader, Team]:
     """A run of two hosts that has done steps, and the team that it forms with a third."""
-    judge = lead(2, 6, attempts=attempts)
+    judge = lead(2, 6, step_attempts=step_attempts)
     decide(judge, 0, host("a", 2), host("b", 2))
     decide(judge, FIRST_TEAM_SECONDS, host("a", 2), host("b", 2))
     at_work = [host(name, 2, generation=1, idle=False, step=7) for name in "ab"]
@@ -554,7 +554,7 @@ def test_a_host_that_fails_for_good_before_its_first_step_is_refused_alone() -> 
 
 
 def test_a_host_that_fails_again_and_again_before_its_first_step_costs_the_run_no_attempt() -> None:
-    judge, team = with_a_newcomer(attempts=2)
+    judge, team = with_a_newcomer(step_attempts=2)
     rank = team.members.index(Member("c", 0))
     for generation in (2, 3):
         died = fault(generation, step=0, rank=rank, cause="out of memory")
@@ -566,7 +566,7 @@ def test_a_host_that_fails_again_and_again_before_its_first_step_costs_the_run_n
 
 
 def test_a_newcomer_that_is_lost_before_its_first_step_costs_the_run_no_attempt() -> None:
-    judge, _ = with_a_newcomer(attempts=1)
+    judge, _ = with_a_newcomer(step_attempts=1)
     decide(judge, 36, *[host(name, 2, generation=2) for name in "abc"])
     orders = seconds_of(judge, range(37, 48), *[host(name, 2, generation=2) for name in "ab"])
     assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"})

@@ -104,9 +104,9 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
     products = {
         name: one for name, one in once.parallel.model.named_modules() if isinstance(one, ScaledProduct)
     }
-    assert [name for name, one in products.items() if one.kept is None] == ["head.float8"]
+    assert [name for name, one in products.items() if one.cached_weights is None] == ["head.float8"]
     query = once.parallel.model.get_submodule("blocks.0.attention.query")
-    of_weight, (kept, transposed) = query.float8.weight.value, query.float8.kept
+    of_weight, (kept, transposed) = query.float8.weight.value, query.float8.cached_weights
     assert torch.equal(kept.float(), (query.weight.bfloat16().float() * of_weight).to(kept.dtype).float()), (
         "of the last update"
     )
@@ -114,9 +114,10 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
     monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
     in_each = training(corpus, model)
     assert [step.loss for step in steps(in_each)] == losses
-    assert not in_each.parallel.scales.kept
+    assert not in_each.parallel.scales.cast_once
 
 
+@pytest.mark.full  # compiles for minutes where nothing was compiled before
 def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cast_themselves(
     monkeypatch: pytest.MonkeyPatch, corpus: str
 ) -> None:

@@ -131,7 +131,7 @@ class InTurn(LockFree):
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        everyone, rank = self.training.peers.from_everyone, self.training.mesh.worker.rank
+        everyone, rank = self.training.peers.all_gather, self.training.mesh.worker.rank
         everyone("has read")
         if rank == 1:
             everyone("the first has written")
@@ -225,14 +225,14 @@ def test_conflicts_are_those_of_the_history() -> None:
 def count_under_a_lock(worker: Worker, tables: Tables) -> int:
     """Read, wait for the other process to have its turn, and write."""
     config = from_tables(tables)
-    peers = Peers.meet(join(worker, config.layout))
+    peers = Peers.create(join(worker, config.layout))
     memory = SharedMemory(peers, {"count": torch.zeros((), dtype=torch.int64)})
     for _ in range(200):
         with memory.locked():
             before = int(memory.tensors["count"])
             torch.ones(50).sum()
             memory.tensors["count"].fill_(before + 1)
-    peers.from_everyone("done")
+    peers.all_gather("done")
     return int(memory.tensors["count"])
 
 
@@ -256,9 +256,9 @@ def continue_from(worker: Worker, tables: Tables, folder: str) -> tuple[Weights,
     """The weights as they are loaded, and the data of the steps that follow."""
     training = start(worker, tables)
     restore(training, folder)
-    training.peers.from_everyone("loaded")
+    training.peers.all_gather("loaded")
     loaded = weights_of(training)
-    training.peers.from_everyone("looked at")
+    training.peers.all_gather("looked at")
     source = source_of(training) if isinstance(training.rank_driver, HogwildRank) else None
     return loaded, [done.data for done in steps(training, source=source)]
 

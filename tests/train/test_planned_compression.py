@@ -8,7 +8,7 @@ from shardwise.codecs import parse_codec
 from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
-from shardwise.train.planner import Planner, left_to_the_planner
+from shardwise.search.planner import Planner, left_to_the_planner
 
 MODEL = {
     "layers": 8,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.codecs.blocks import BlockCodec
-from shardwise.comm.weight_gathers import EncodedGather, NearbyCopy
+from shardwise.comm.weight_gathers import EncodedGather, SecondaryShard
 from shardwise.verify.compressed_step import measure_compressed
 
 
@@ -55,7 +55,7 @@ def shards_stay_exact(*arguments: Any) -> Any:
 
 def backward_has_exact_weights(*arguments: Any) -> Any:
     """The copy for backward is the weights as they were before they were rounded, the same on all ranks."""
-    honest = EncodedGather.gather, NearbyCopy.keep
+    honest = EncodedGather.gather, SecondaryShard.store
     exact: list[Tensor] = []
 
     def gather(self: EncodedGather, output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -63,8 +63,8 @@ def backward_has_exact_weights(*arguments: Any) -> Any:
         dist.all_gather_into_tensor(exact[0], own.contiguous(), group=group)
         honest[0](self, output, own, group)
 
-    def keep(self: NearbyCopy, gathered: Tensor, devices: int) -> None:
+    def store(self: SecondaryShard, gathered: Tensor, devices: int) -> None:
         honest[1](self, exact.pop() if exact else gathered, devices)
 
-    with patch.object(EncodedGather, "gather", gather), patch.object(NearbyCopy, "keep", keep):
+    with patch.object(EncodedGather, "gather", gather), patch.object(SecondaryShard, "store", store):
         return measure_compressed(*arguments)

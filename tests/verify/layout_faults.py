@@ -81,8 +81,8 @@ def gathered_inputs_not_summed_back(replace: Replace) -> None:
     """Backward: what other devices did with a device's tokens is lost."""
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        comm, axis, dim = ctx.where
-        return gradient.chunk(comm.mesh.size(axis), dim)[comm.mesh.coordinate(axis)], None, None, None
+        mesh, axis = ctx.comm.mesh, ctx.axis
+        return gradient.chunk(mesh.size(axis), ctx.dim)[mesh.coordinate(axis)], None, None, None
 
     replace(autograd._Gather, "backward", staticmethod(backward))
 
@@ -92,7 +92,7 @@ def gathered_inputs_summed_back_twice(replace: Replace) -> None:
     honest = autograd._Gather.backward
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return honest(ctx, gradient * ctx.where[0].mesh.size("tensor"))
+        return honest(ctx, gradient * ctx.comm.mesh.size("tensor"))
 
     replace(autograd._Gather, "backward", staticmethod(backward))
 
@@ -266,13 +266,13 @@ def masked_blocks_sum_gradients_in_their_own_dtype(replace: Replace) -> None:
 def blocks_skipped_where_one_row_has_nothing_in_common(replace: Replace) -> None:
     """Documents: a block of the ring is left out for all rows of a micro-batch, where it may be for some."""
 
-    def strangers(documents: Any) -> bool:
+    def share_no_document(documents: Any) -> bool:
         if documents is None:
             return False
         queries, keys = documents
         return bool(((queries.amin(1) > keys.amax(1)) | (keys.amin(1) > queries.amax(1))).any())
 
-    replace(ring, "_strangers", strangers)
+    replace(ring, "_share_no_document", share_no_document)
 
 
 def ignored_targets_count_in_a_part(replace: Replace) -> None:
@@ -286,15 +286,15 @@ def ignored_targets_count_in_a_part(replace: Replace) -> None:
 
 def documents_shifted_by_one(replace: Replace) -> None:
     """A document's last token is taken for the first of the next."""
-    honest = parallel_model.ParallelModel.own
+    honest = parallel_model.ParallelModel.local_batch
 
-    def own(self: parallel_model.ParallelModel, batch: Any) -> Any:
+    def local_batch(self: parallel_model.ParallelModel, batch: Any) -> Any:
         shifted = with_fields(
             batch, documents=torch.cat((batch.documents[:, 1:], batch.documents[:, -1:]), 1)
         )
         return honest(self, shifted)
 
-    replace(parallel_model.ParallelModel, "own", own)
+    replace(parallel_model.ParallelModel, "local_batch", local_batch)
 
 
 def rank_dies(replace: Replace) -> None:

@@ -18,7 +18,6 @@ EXPERTS = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 32, 
     ("model", "layout"),
     [
         (EXPERTS, {"tensor": 2, "data": 2, "expert": 2, "zero": 3}),
-        (EXPERTS, {"tensor": 2, "expert": 2}),
         ({}, {"pipeline": 2, "context": 2}),
         *(
             pytest.param(model, layout, marks=pytest.mark.full)
@@ -37,6 +36,7 @@ EXPERTS = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 32, 
                 (EXPERTS, {"data": 2, "expert": 2, "zero": 3}),
                 (EXPERTS, {"data": 4, "expert": 2, "zero": 2}),
                 (EXPERTS, {"tensor": 2}),
+                (EXPERTS, {"tensor": 2, "expert": 2}),
                 (EXPERTS, {"tensor": 2, "data": 2, "zero": 3}),
                 (EXPERTS, {"pipeline": 2, "schedule": "zb1p"}),
             )

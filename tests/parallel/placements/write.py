@@ -26,7 +26,7 @@ from shardwise.config.parameters import parameter_shapes
 from shardwise.mesh import Worker, join
 from shardwise.optim import local
 from shardwise.parallel import parallelise
-from shardwise.parallel.holdings import Slices, describe, own_slices
+from shardwise.parallel.holdings import Slices, describe, rank_slices
 from shardwise.plan import Plan, choose
 
 HERE = Path(__file__).parent
@@ -128,7 +128,7 @@ def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
     ):
         warnings.simplefilter("ignore")
         parallel = parallelise(plan, Comm(join(worker, plan.layout)))
-    own = own_slices(parallel)
+    own = rank_slices(parallel)
     for name, parameter in parallel.named_parameters():
         lengths = tuple(part.stop - part.start for part in own[name])
         assert lengths == tuple(local(parameter).shape), (

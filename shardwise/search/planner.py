@@ -13,7 +13,6 @@ that is taken.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,10 +20,8 @@ from shardwise.config import Config
 from shardwise.config.parameters import ModuleParameters
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.clusters import asked_for
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
-from shardwise.mesh import Worker
 from shardwise.plan import OriginalJob, Plan, choose, fit
 from shardwise.search.forecast import forecast, is_open, plan_job
 
@@ -126,22 +123,3 @@ def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) ->
     if config.model.module is not None or not driver_of(config).lockstep:
         return False
     return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
-
-
-def planner_of_worker(config: Config, worker: Worker) -> Planner:
-    """For a worker that another launcher started. Nothing is searched for: near ties could come out otherwise
-    on another CPU."""
-    from shardwise.mesh import device_memory
-    from shardwise.train.check_module import count_parameters
-
-    cluster = None
-    with suppress(UserError):  # only a prediction is lost
-        cluster = asked_for(config.cluster)
-    return Planner(
-        config,
-        worker.world,
-        device_memory(worker.local_world, config.run.device),
-        count_parameters(config),
-        cluster,
-        config.cluster.file,
-    )
