@@ -148,7 +148,7 @@ class MatrixCodec(Codec):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Columns of each factor."""
+        """Number of columns of each factor."""
 
 
 def runs_kernels(rows: Tensor) -> bool:

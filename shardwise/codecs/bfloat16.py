@@ -33,13 +33,13 @@ class BFloat16(RowCodec):
         return 2 * numbers
 
     def encode_rows(self, rows: Tensor, seed: int, subtract: bool) -> Tensor:
-        """Round to bfloat16."""
+        """Return the rows rounded to bfloat16."""
         rounded = rows.to(torch.bfloat16)
         if subtract:
             rows.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0)
         return rounded.view(torch.uint8)
 
     def decode_rows(self, wire: Tensor, rows: Tensor, seed: int, add: bool) -> None:
-        """Read bfloat16."""
+        """Return the numbers of rows in bfloat16."""
         rounded = wire.view(torch.bfloat16)
         rows.add_(rounded) if add else rows.copy_(rounded)

@@ -84,7 +84,7 @@ class BlockCodec(RowCodec):
         return packed if self.bits == 8 else unpack(packed, self.bits)
 
     def encode_rows(self, rows: Tensor, seed: int, subtract: bool) -> Tensor:
-        """Encode block by block."""
+        """Encode each row block by block."""
         if runs_kernels(rows):
             return kernels.encode(self, rows, seed, subtract)
         numbers, blocks = rows.shape[1], _blocks(rows)
@@ -111,7 +111,7 @@ class BlockCodec(RowCodec):
         return self.pack(codes), scales.squeeze(-1)
 
     def decode_rows(self, wire: Tensor, rows: Tensor, seed: int, add: bool) -> None:
-        """Decode block by block."""
+        """Decode each row block by block."""
         if runs_kernels(rows):
             return kernels.decode(self, wire, rows, add)
         count = -(-rows.shape[1] // BLOCK)
@@ -137,11 +137,11 @@ class Multiples(BlockCodec):
 
     @property
     def largest_code(self) -> float:
-        """The largest multiple."""
+        """Largest multiple of the step that a code can hold."""
         return 2.0 ** (self.bits - 1) - 1
 
     def to_codes(self, scaled: Tensor, draws: Tensor | None) -> Tensor:
-        """Round to the nearest multiple, or up or down by chance."""
+        """Round to the nearest multiple, or up or down at random."""
         most = int(self.largest_code)
         multiples = scaled.mul_(most)
         rounded = multiples.round_() if draws is None else multiples.add_(draws).floor_()
@@ -168,7 +168,7 @@ class Floats(BlockCodec):
         return torch.finfo(self.dtype).max
 
     def to_codes(self, scaled: Tensor, draws: Tensor | None) -> Tensor:
-        """Round to the dtype."""
+        """Return the scaled numbers rounded to the dtype."""
         most = self.largest_code
         return scaled.float().mul_(most).clamp_(-most, most).to(self.dtype)
 

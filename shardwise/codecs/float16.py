@@ -30,10 +30,10 @@ class Float16(Floats):
 
     @property
     def bits(self) -> int:
-        """16 bits."""
+        """Number of bits of a code: 16."""
         return 16
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch.float16."""
+        """Torch's dtype of the codes."""
         return torch.float16

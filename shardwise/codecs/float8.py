@@ -31,10 +31,10 @@ class Float8(Floats):
 
     @property
     def bits(self) -> int:
-        """8 bits."""
+        """Number of bits of a code: 8."""
         return 8
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch.float8_e4m3fn."""
+        """Torch's dtype of the codes."""
         return torch.float8_e4m3fn

@@ -24,5 +24,5 @@ class Int4(Multiples):
 
     @property
     def bits(self) -> int:
-        """4 bits."""
+        """Number of bits of a code: 4."""
         return 4

@@ -24,5 +24,5 @@ class Int8(Multiples):
 
     @property
     def bits(self) -> int:
-        """8 bits."""
+        """Number of bits of a code: 8."""
         return 8

@@ -25,7 +25,7 @@ NEAREST, DRAWN, SIGN, FLOAT8, FLOAT16 = (tl.constexpr(kind) for kind in range(5)
 KINDS = {"nearest": 0, "drawn": 1, "sign": 2, "float8": 3, "float16": 4}
 """The same by the codec's `kind`."""
 INFINITE = tl.constexpr(0x7F800000)
-"""The bits of it."""
+"""Bit pattern of infinity in float32."""
 PROGRAM = 8
 CHUNK = 4096
 """Numbers of a row that one program looks through."""
@@ -160,7 +160,7 @@ CLIP: tl.constexpr,
 def _drawn(
     rows, wire, numbers, kept, row_stride, seed, SEND: tl.constexpr, TAKE: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Of each stretch of a row one number, drawn at random: to the wire, or added from there."""
+    """Copy one random number of each stretch of a row to the wire, or add it from there."""
     row = tl.program_id(1).to(tl.int64)
     stretch = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     own = stretch < kept
@@ -274,7 +274,7 @@ def decode(codec: BlockFormat, wire: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def send_drawn(rows: Tensor, kept: int, seed: int, take: bool) -> Tensor:
-    """Of each row so many numbers drawn at random: (rows, kept). To `take` leaves zeros in their places."""
+    """Return `kept` random numbers of each row, (rows, kept); `take` replaces them by zeros in the rows."""
     wire = torch.empty(len(rows), kept, device=rows.device)
     _draw(rows, wire, seed, send=True, take=take)
     return wire

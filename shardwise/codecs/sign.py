@@ -31,16 +31,16 @@ class Sign(BlockCodec):
 
     @property
     def bits(self) -> int:
-        """1 bit."""
+        """Number of bits of a code: 1."""
         return 1
 
     @property
     def largest_code(self) -> float:
-        """The scale itself."""
+        """Largest decoded number before scaling."""
         return 1.0
 
     def scale(self, magnitudes: Tensor, sizes: Tensor) -> Tensor:
-        """Return the mean magnitude."""
+        """Return the mean magnitude of each block."""
         return magnitudes.sum(-1, keepdim=True) / sizes
 
     def to_codes(self, scaled: Tensor, draws: Tensor | None) -> Tensor:
@@ -48,5 +48,5 @@ class Sign(BlockCodec):
         return (scaled >= 0).to(torch.uint8)
 
     def to_numbers(self, codes: Tensor) -> Tensor:
-        """Return 1 or -1."""
+        """Return 1 for code 1, and -1 for code 0."""
         return codes.float().mul_(2).sub_(1)

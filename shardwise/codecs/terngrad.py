@@ -39,7 +39,7 @@ class TernGrad(Multiples):
 
     @property
     def bits(self) -> int:
-        """2 bits."""
+        """Number of bits of a code: 2."""
         return 2
 
     @property

@@ -11,6 +11,6 @@ from typing import Literal
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each dtype that weights, states and activations may have."""
 Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
-"""Values of `train.precision`."""
+"""Values that `train.precision` may have."""
 PeakPrecision = Literal[Precision, "float4"]
 """Precisions for which a cluster file may give a peak speed (`device.peak`)."""

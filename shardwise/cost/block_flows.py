@@ -1,5 +1,4 @@
-"""What moves inside the blocks, between the stages, and at the ends of the model: activations and their
-gradients."""
+"""Flows of activations and their gradients: in the blocks, between stages, and at the ends of the model."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ from shardwise.plan.chunks import chunk_tokens, largest_part
 
 
 def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Sequences gathered before each pair of matrices, and partial results summed after it; in backward each
-    becomes the other.
+    """Yield the gather of a sequence before each pair of matrices and the sum after it, swapped in backward.
 
-    What is gathered again in backward: both inputs, by our own arrangement or by recomputation, which also
-    sums again what attention made; it stops short of the block's last sum, after which nothing is kept. In a
-    block with experts, selective recomputation begins behind the gathers, and a balancing loss comes after
-    the last sum. Without sequence parallelism there is one all-reduce in place of a gather and a sum.
+    Backward may gather both inputs again, by the program's choice or by recomputation. Recomputation also
+    repeats the sum after attention, but not the block's last sum, whose result is not needed. In a block with
+    experts, selective recomputation begins after the gathers, and a balancing loss comes after the last sum.
+    Without sequence parallelism there is one all-reduce in place of a gather and a sum.
     """
     model, stack, several = rank.work.model, rank.stack, rank.space.tensor > 1
     pairs = 1 + (model.shared_experts > 0 if model.experts else 1)
@@ -42,16 +40,14 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("reduce_scatter", "tensor", "forward", passes, rank.activations)
     yield calls("all_gather", "tensor", "backward", passes + gathers, rank.activations)
     yield calls("reduce_scatter", "tensor", "backward", passes + sums, rank.activations)
-    for kind in (
-        "all_gather",
-        "reduce_scatter",
-    ):  # of the embedding and of the head; one in forward, the other in backward
+    # The embedding and the head have one of these in forward and the other in backward.
+    for kind in ("all_gather", "reduce_scatter"):
         yield calls(kind, "tensor", "ends", m + m * rank.head, rank.activations)
 
 
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Of each token: the largest logit, then the sum of exponentials and the target's logit, chunk by
-    chunk."""
+    """Yield the sums of the loss over tensor devices, chunk by chunk: the largest logit of each token, then
+    the sum of exponentials and the target's logit."""
     space, several = rank.space, (rank.space.tensor > 1) & rank.head
     tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
     narrow = rank.work.float8 is not None and rank.work.float8.head
@@ -63,9 +59,11 @@ def loss_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def context_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Attention over devices. A ring sends keys and values once around in each pass, and in backward their
-    gradients, which are sums; recomputation by operators keeps its result. Ulysses sends all to those who
-    have the heads, and the result back."""
+    """Yield the messages of attention over context devices.
+
+    A ring sends keys and values around once in each pass, and in backward their gradients too. Recomputation
+    by operators keeps its result. Ulysses exchanges sequences for heads, and the results back.
+    """
     space, model, several = rank.space, rank.work.model, rank.space.context > 1
     ring, ulysses = several & (space.ring == 1), several & (space.ring == 0)
     heads, keys = model.heads // space.tensor, np.maximum(1, model.kv_heads // space.tensor)
@@ -75,12 +73,10 @@ def context_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("send", "context", "forward", hops * rank.passes, key * rank.computed)
     yield calls("send", "context", "backward", hops * (rank.passes + full), key * rank.computed)
     yield calls("send", "context", "backward", hops * rank.passes, key * rank.wide)
-    repeats = space.context // np.gcd(
-        space.context, keys
-    )  # of each key head, so that every context device has one
-    exchanged = (
-        one_head * (heads + keys * repeats) * rank.computed
-    )  # the mean of queries, keys and values, and of the results
+    # Key heads are repeated so that every context device has one.
+    repeats = space.context // np.gcd(space.context, keys)
+    # The mean of two exchanges: queries, keys and values; and the results.
+    exchanged = one_head * (heads + keys * repeats) * rank.computed
     yield calls("all_to_all", "context", "forward", 2 * ulysses * rank.passes, exchanged)
     yield calls(
         "all_to_all", "context", "backward", 2 * ulysses * (rank.passes + full + by_operator), exchanged
@@ -88,8 +84,10 @@ def context_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def expert_flows(rank: FirstRank) -> Iterator[Flow]:
-    """How many rows go where; the rows there, and back. Backward the same without the numbers. With a
-    balancing loss, the sums over sequences that lie on several devices."""
+    """Yield the all-to-alls of experts: the numbers of rows, the rows to the experts, and the results back.
+
+    Backward has the same without the numbers. A balancing loss adds sums over sequences on several devices.
+    """
     space, model = rank.space, rank.work.model
     if not model.experts:
         return
@@ -114,8 +112,7 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def stage_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Hidden states to the next stage, their gradients to the one before. Stages of one rank are neighbours
-    only at the bottom of a V, which is not on rank 0."""
+    """Yield the messages between stages: hidden states to the next one, their gradients to the one before."""
     space, several, stages = rank.space, rank.space.pipeline > 1, rank.cut.stages
     onwards = np.where(rank.cut.folded, 1, stages) * space.accumulation * several
     backwards = (stages - 1) * space.accumulation * several

@@ -1,12 +1,11 @@
-"""How many bytes of gradients DistributedDataParallel sums at once, on a link that is known.
+"""Bytes of gradients that DistributedDataParallel sums at once, for a link whose speed is known.
 
-Every sum costs a latency, whatever its size: buckets are so large that it is a small share of their time on
-the wire. And the last bucket is full only when backward has ended, with nothing left to hide behind: so there
-are several. Where the two conflict, because the link is far and the model small, the second goes first.
-Without a link to go by, torch's own sizes hold.
+Every sum costs a latency, so buckets are large enough that this is a small share of their time. The last
+bucket is full only when backward has ended and nothing hides its sum, so there are several buckets. If the
+two conflict, because latency is high and the model small, the number of buckets decides. Without a known
+link, torch's default sizes are used.
 
-A compressed sum waits for its peers twice and works in between, which costs more than the link's latency, and
-has few bytes to set against it: there are as few buckets as will do.
+A compressed sum waits for its peers twice and sends few bytes, so it has as few buckets as possible.
 """
 
 from __future__ import annotations
@@ -19,13 +18,15 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, rates
 
 LATENCY_SHARE = 0.05
-"""Of a bucket's time on the wire."""
+"""Largest share of a bucket's time that its latency may take."""
 LEAST_BUCKETS = 8
+"""Smallest number of buckets of a model."""
 SMALLEST = 2**20
+"""Smallest size of a bucket in bytes."""
 
 
 def bucket_bytes(cluster: Cluster, devices: int, gradients: float, compressed: bool = False) -> int:
-    """Of so many bytes of gradients, those in a bucket, where so many devices of the cluster sum them."""
+    """Return the bytes of a bucket, for this many bytes of gradients summed over `devices` of the cluster."""
     if compressed:
         return int(max(SMALLEST, gradients / LEAST_BUCKETS))
     inside = gcd(min(devices, cluster.devices_per_node), devices)

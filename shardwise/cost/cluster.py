@@ -43,13 +43,13 @@ class Device:
     """Bytes/s of device memory, by the data sheet."""
     matmul: float = 0.75
     matmul_float8: float = 0.65
-    """The same for products of 8 or 4 bits, whose peak is higher and whose power is not."""
+    """Share of the peak for products of 8 or 4 bits, which power limits more."""
     matmul_knee: float = 64.0
     attention: float = 0.5
     """Share of the peak that the forward pass of attention reaches on long sequences; backward reaches
     less."""
     attention_portable: float = 0.5
-    """The same for kernels that were not written for this device (FlashAttention-2 on a Hopper)."""
+    """Share of the peak for kernels that were not written for this device (FlashAttention-2 on a Hopper)."""
     attention_knee: float = 400.0
     stream: float = 0.85
     """Share of the memory's bandwidth that elementwise kernels reach."""
@@ -67,23 +67,22 @@ class Device:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one kind of collective was found to do on so many devices of a node, or on so many nodes."""
+    """The measured speed of a kind of collective on a number of devices of a node, or of nodes."""
 
     kind: str
     members: int
     latency: float
     bandwidth: float
-    """Bus bandwidth of one device in bytes/s: what a ring's formula must be given to answer with the time
-    measured."""
+    """Bus bandwidth of one device in bytes/s, with which a ring's formula gives the measured time."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one device can send while it receives as much."""
+    """The link of one device, which sends and receives at the same time."""
 
     bandwidth: float
     latency: float
-    """Seconds of one hop."""
+    """Seconds that one hop takes."""
     measured: tuple[Measured, ...] = ()
 
 
@@ -105,22 +104,21 @@ class Cluster:
     host_memory_bandwidth: float = 300e9
     """Bytes/s that this memory moves, for all devices of the node together."""
     price: float | None = None
-    """Of one device for an hour, in any currency."""
+    """Price of one device for an hour, in any currency."""
     corrections: Mapping[str, float] = field(default_factory=dict)
     """Factors on predicted terms, folded in from earlier runs by `shardwise report --calibrate`."""
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Total number of devices in the cluster."""
         return self.devices_per_node * self.nodes
 
     @property
     def device_type(self) -> str:
-        """Torch's name for the devices: on "cuda" blocks are compiled, and the loss has larger chunks than on
-        a "cpu"."""
+        """Torch's name of the type of device: "cuda" or "cpu"."""
         return "cpu" if self.shared else "cuda"
 
     def of(self, devices: int) -> Cluster:
-        """The same kind of cluster with so many devices: whole nodes, or a part of one."""
+        """Return the same kind of cluster with this many devices: whole nodes, or a part of one."""
         per_node = min(self.devices_per_node, devices)
         return replace(self, nodes=-(-devices // per_node), devices_per_node=per_node)

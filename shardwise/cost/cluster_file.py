@@ -19,21 +19,21 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from shardwise.config.dtype_names import PeakPrecision
 from shardwise.cost.cluster import KINDS, Cluster, Device, Kind, Link, Measured
 from shardwise.errors import ConfigError, UserError, shown
-from shardwise.files import parse_toml, read_bytes
+from shardwise.files import Json, parse_toml, read_bytes
 from shardwise.plan.step_terms import TERMS, Term
 from shardwise.section import Section
 from shardwise.units import GIB
 
 _LARGEST = 1e18
-"""Of any figure in a file, so that its product with a unit is a number."""
+"""Largest figure in a file, so that its product with a unit is finite."""
 _MOST = 2**24
-"""Nodes, or devices in one."""
+"""Largest number of nodes, and of devices in a node."""
 
 
 def _or(advice: str) -> WrapValidator:
-    """Whatever is wrong with a value, this is what to do about it."""
+    """Return a validator that answers every wrong value with this advice."""
 
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         try:
             return validate(value)
         except ValidationError as error:
@@ -75,7 +75,7 @@ class DeviceTable(Section):
     overlap: _ShareOrNone = None
     watts: _AboveZero = None
     peak: Annotated[dict[PeakPrecision, _AboveZero] | None, Field(min_length=1)] = None
-    """TFLOP/s."""
+    """Peak speed by precision in TFLOP/s."""
 
 
 class MeasuredRow(Section):
@@ -96,7 +96,7 @@ class LinkTable(Section):
 
 
 class ClusterTable(Section):
-    """A whole file."""
+    """All tables and keys of a cluster file."""
 
     name: _Text = None
     preset: _Text = None
@@ -124,15 +124,17 @@ _UNITS: dict[str, tuple[str, float]] = {
     "latency_us": ("latency", 1e-6),
 }
 _TFLOP = 1e12
-_NEEDED = {"device": ("memory_gib", "bandwidth_gb_s", "peak"), "link": ("bandwidth_gb_s", "latency_us")}
+_NEEDED = {
+    "device": ("memory_gib", "bandwidth_gb_s", "peak"),
+    **dict.fromkeys(("inside", "between"), ("bandwidth_gb_s", "latency_us")),
+}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
 
 
 def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
-    """The cluster that a file describes, whole or as changes to a preset; every problem in it is reported at
-    once."""
+    """Return the cluster that a file describes, or raise all its problems as one error."""
     source = f"cluster.file = '{path}'"
     try:
         raw = parse_toml(read_bytes(path), source)
@@ -149,46 +151,39 @@ def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
     return _cluster(table, presets.get(table.preset or ""), path.stem)
 
 
-def _missing(raw: Mapping[str, Any], presets: Mapping[str, Cluster]) -> Iterator[str]:
-    """What only the whole file shows: a preset that is unknown, or that is not there while keys are."""
+def _missing(raw: Json, presets: Mapping[str, Cluster]) -> Iterator[str]:
+    """Yield an unknown preset, or the keys that a file without a preset lacks."""
     preset = raw.get("preset")
     if preset is not None:
         if not isinstance(preset, str) or preset not in presets:
             yield f"preset = {shown(preset)}: unknown; known are {', '.join(sorted(presets))}"
         return
-    nodes, inside, between = (
-        raw.get(key, empty) for key, empty in (("nodes", 1), ("inside", {}), ("between", {}))
-    )
+    nodes = raw.get("nodes", 1)
     if "between" not in raw and isinstance(nodes, int) and nodes > 1:
         yield (
             "between: missing, with several nodes; give bandwidth_gb_s and latency_us of one device's network"
         )
-    if isinstance(device := raw.get("device", {}), dict):
-        yield from (
-            f"device.{key}: missing (or give a preset to change)"
-            for key in _NEEDED["device"]
-            if key not in device
-        )
-    if isinstance(inside, dict):
-        yield from (f"inside.{key}: missing" for key in _NEEDED["link"] if key not in inside)
-    if isinstance(between, dict) and between:
-        yield from (f"between.{key}: missing" for key in _NEEDED["link"] if key not in between)
+    for name in ("device", "inside", "between") if raw.get("between") else ("device", "inside"):
+        table, advice = raw.get(name, {}), " (or give a preset to change)" if name == "device" else ""
+        if isinstance(table, dict):
+            lacking = [key for key in _NEEDED[name] if key not in table]
+            yield from (f"{name}.{key}: missing{advice}" for key in lacking)
 
 
-_OF_A_KEY = {
+_KEY_ADVICE = {
     "device.peak": "give TFLOP/s by precision, as in { bfloat16 = 989 }",
     "inside.measured": "give rows, [[inside.measured]]",
     "between.measured": "give rows, [[between.measured]]",
 }
-_OF_A_ROW = f"each row has kind (of {', '.join(KINDS)}), members, latency_us and bandwidth_gb_s"
+_ROW_ADVICE = f"each row has kind (of {', '.join(KINDS)}), members, latency_us and bandwidth_gb_s"
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One of pydantic's findings: the key, what was given, what to give."""
+    """Return one of pydantic's errors in words: the key, the given value, and what to give."""
     path = [part for part in detail["loc"] if isinstance(part, str) and part != "[key]"]
     key, problem = ".".join(path), detail["type"]
     if "measured" in path and len(detail["loc"]) > 2 and problem != "advice":
-        return f"{path[0]}.measured: {_OF_A_ROW}"
+        return f"{path[0]}.measured: {_ROW_ADVICE}"
     if problem == "advice":
         return f"{key} = {shown(detail['input'])}: {detail['msg']}"
     if problem == "extra_forbidden":
@@ -200,11 +195,11 @@ def _explain(detail: ErrorDetails) -> str:
             f"{key}: unknown; known are "
             f"{', '.join(TERMS if path[0] == 'corrections' else get_args(PeakPrecision))}"
         )
-    return f"{key}: {_OF_A_KEY.get(key, f'give a table, [{key}]')}"
+    return f"{key}: {_KEY_ADVICE.get(key, f'give a table, [{key}]')}"
 
 
 def _cluster(table: ClusterTable, base: Cluster | None, name: str) -> Cluster:
-    """The preset with what the file gives put in its place; without a preset, what the file gives."""
+    """Return the cluster of a file: the preset with the file's values, or the file's values alone."""
     figures = _in_si(table.device)
     if "peak" in figures:
         old = base.device.peak if base else {}
@@ -235,7 +230,7 @@ def _link(table: LinkTable, base: Link | None) -> Link:
 
 
 def _in_si(table: Section, exclude: set[str] | None = None) -> dict[str, Any]:
-    """The fields that a table gives, in FLOP/s, bytes/s, bytes and seconds."""
+    """Return the fields that a table gives, in FLOP/s, bytes/s, bytes and seconds."""
     given = table.model_dump(exclude_unset=True, exclude=exclude)
     units = {key: _UNITS.get(key, (key, None)) for key in given}
     return {
@@ -247,8 +242,8 @@ def _in_si(table: Section, exclude: set[str] | None = None) -> dict[str, Any]:
 
 
 def write_cluster(cluster: Cluster) -> str:
-    """The text of the file that describes this cluster."""
-    top: dict[str, Any] = {
+    """Return the text of the file that describes this cluster."""
+    top: Json = {
         "name": cluster.name,
         "nodes": cluster.nodes,
         "devices_per_node": cluster.devices_per_node,
@@ -268,20 +263,20 @@ def write_cluster(cluster: Cluster) -> str:
 
 
 def write_corrections(cluster: Cluster) -> str:
-    """The text of the table of factors alone, which `report --calibrate` puts into a file."""
+    """Return the text of the table of factors, which `report --calibrate` puts into a file."""
     factors = {term: _six_digits(factor) for term, factor in cluster.corrections.items()}
     return tomli_w.dumps({"corrections": factors}) if factors else ""
 
 
-def _link_table(link: Link) -> dict[str, Any]:
+def _link_table(link: Link) -> Json:
     table = _in_file_units(link, LinkTable)
     rows = [_in_file_units(row, MeasuredRow) for row in link.measured]
     return {**table, "measured": rows} if rows else table
 
 
-def _in_file_units(value: Device | Link | Measured, table: type[Section]) -> dict[str, Any]:
-    """The figures and names of a value under a table's keys; what is unknown is left out."""
-    entries: dict[str, Any] = {}
+def _in_file_units(value: Device | Link | Measured, table: type[Section]) -> Json:
+    """Return the fields of a value under a table's keys, without unknown ones."""
+    entries: Json = {}
     for key in table.model_fields:
         name, factor = _UNITS.get(key, (key, 1.0))
         field = getattr(value, name)

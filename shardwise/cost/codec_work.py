@@ -1,5 +1,4 @@
-"""What compressed sums (comm/compressed_sums.py) cost a device beside its links: numbers encoded and decoded,
-and copies around that.
+"""The work of compressed sums (comm/compressed_sums.py) on a device: encoding, decoding and copies.
 
 A sum of n numbers over N devices, each of which has N rows of n / N:
 
@@ -22,14 +21,14 @@ benchmarks/codec_speed.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from shardwise.codecs import Codec
+from shardwise.config.schedules import Numbers
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.space import Array, Space, take
+from shardwise.cost.space import Array, Index, Space, take
 
 BESIDE_BACKWARD = 1.5
 """How many times as long a CPU's codec takes in a step: its thread shares a core, and the caches, with the
@@ -39,31 +38,32 @@ predicted 10 to 32 % too large without it."""
 
 @dataclass(frozen=True)
 class CodecWork:
-    """What one device does for flows of one codec, in a step, for every candidate."""
+    """The work of one device for flows of one codec in a step, for every candidate."""
 
     codec: Codec
     encoded: Array
-    """Numbers."""
+    """Number of elements that are encoded."""
     decoded: Array
+    """Number of elements that are decoded."""
     copied: Array
     """Bytes read and written to bring gradients in and sums out."""
     kernels: Array
-    """Times that a codec is called: each message by itself."""
+    """Number of calls of the codec, one per message."""
 
     def __add__(self, other: CodecWork) -> CodecWork:
         assert self.codec == other.codec, "flows of one kind, axis and time have one codec"
         return CodecWork(
-            self.codec, *(own + others for own, others in zip(self._amounts, other._amounts, strict=True))
+            self.codec, *(mine + theirs for mine, theirs in zip(self._amounts, other._amounts, strict=True))
         )
 
-    def times(self, often: Any) -> CodecWork:
-        """So often."""
+    def times(self, often: Numbers) -> CodecWork:
+        """Return this work repeated `often` times."""
         return CodecWork(
             self.codec, *(np.asarray(often * amount, dtype=np.float64) for amount in self._amounts)
         )
 
-    def take(self, index: Any) -> CodecWork:
-        """Of the candidates at these indices."""
+    def take(self, index: Index) -> CodecWork:
+        """Return the work of the candidates at these indices."""
         return CodecWork(self.codec, *(take(amount, index) for amount in self._amounts))
 
     @property
@@ -72,7 +72,7 @@ class CodecWork:
 
 
 def seconds(work: CodecWork, space: Space, cluster: Cluster) -> Array:
-    """That the work takes by itself."""
+    """Return the seconds that the work takes if nothing hides it."""
     started = cluster.device.launch * work.kernels + compute.streamed(work.copied, space, cluster)
     if cluster.device_type == "cpu":
         encode, decode = work.codec.host_nanoseconds

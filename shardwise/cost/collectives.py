@@ -152,7 +152,7 @@ def _bandwidth(kind: str, members: Array, link: Link) -> Array:
 
 
 def _latency(kind: str, group: Group, cluster: Cluster) -> Array:
-    """Of one call: hops inside the node's members, and between nodes."""
+    """Return the latency of one call: of the hops inside a node, and of those between nodes."""
     g, q = group.inside, group.nodes
     inside, between = cluster.inside.latency, cluster.between.latency
     ring_inside, ring_between = (g - 1) * inside, (q - 1) * between

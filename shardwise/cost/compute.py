@@ -27,7 +27,7 @@ from shardwise.plan import dtypes
 
 ATTENTION_BACKWARD = 2.5
 BACKWARD_SHARE = 0.9
-"""What attention's backward reaches of the forward's share of the peak."""
+"""Speed of attention's backward, relative to its forward."""
 HEAD_DIM_KNEE = {True: 50.0, False: 30.0}
 """Width of a head at which attention reaches half of what wide ones do: kernels written for the device, and
 portable ones."""
@@ -54,7 +54,7 @@ cast, written once and once transposed. What shardwise moves is counted (cost/fl
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Seconds of one micro-batch in one block; forward, where nothing else is said."""
+    """Seconds of one micro-batch in one block; forward, unless a name says otherwise."""
 
     matmul: Array
     attention: Array
@@ -62,31 +62,31 @@ class BlockSeconds:
     elementwise: Array
     elementwise_backward: Array
     last: Array
-    """Of the products, the last one's: its output is not needed again in backward."""
+    """Seconds of the last product, whose output backward does not need."""
 
     @property
     def forward(self) -> Array:
-        """One pass forward."""
+        """Seconds of the forward pass."""
         return self.matmul + self.attention + self.elementwise
 
     @property
     def backward(self) -> Array:
-        """One pass backward."""
+        """Seconds of the backward pass."""
         return 2 * self.matmul + self.attention_backward + self.elementwise_backward
 
 
 def value_bytes(work: Workload) -> int:
-    """Bytes of an activation."""
+    """Return the bytes of one activation."""
     return dtypes.value_bytes(work.precision)
 
 
 def weight_bytes(work: Workload, stack: Software) -> float:
-    """Of a weight that is computed with and gathered: those of its dtype, 2 where products are narrower."""
+    """Return the bytes of a weight in computation and in gathers; 2 if products are narrower."""
     return stack.weight_bytes * value_bytes(work) / 2
 
 
 def reduce_bytes(work: Workload, stack: Software) -> float:
-    """Of a gradient on the wire."""
+    """Return the bytes of one element of a gradient that is sent."""
     return stack.reduce_bytes * (2 if work.reduce_dtype == "float64" else 1)
 
 
@@ -111,12 +111,12 @@ def product(m: Array, n: Array, k: Array, device: Device, precision: str, sharin
 
 
 def workers_sharing(space: Space, cluster: Cluster) -> Array | float:
-    """How many workers share one device's figures."""
+    """Return how many workers share the speed of one device."""
     return np.minimum(space.world, cluster.devices_per_node).astype(float) if cluster.shared else 1.0
 
 
 def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> BlockSeconds:
-    """A transformer block on one device."""
+    """Return the seconds of a transformer block on one device."""
     device, sharing = cluster.device, workers_sharing(space, cluster)
     speed = _stream(device, sharing)
     products, size = products_of(work, space), value_bytes(work)
@@ -140,7 +140,7 @@ def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Bl
 
 
 def _seconds(matrix: Product, work: Workload, device: Device, sharing: Array | float) -> Array:
-    """Of one product, some of which may be in float8 and the others as the values between them."""
+    """Return the seconds of a product, a share of which may be in float8."""
     sizes = matrix.m, matrix.n, matrix.k
     if work.float8 is None:
         return product(*sizes, device, work.precision, sharing)
@@ -162,9 +162,8 @@ def _streamed(work: Workload, space: Space, stack: Software) -> Streamed:
         np.maximum(model.kv_heads / tensor, 1) * model.head_dim,
     )
     stream = 13.0 if model.post_norms else 9.0
-    half = (
-        stream / 2 * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor))
-    )  # of norms and residuals
+    sharing = tensor if stack.sequence_parallel else np.ones_like(tensor)
+    half = stream / 2 * model.hidden / sharing  # of norms and residuals
     attention = half + 2 * (queries + keys)
     if not model.experts:
         return Streamed(attention, half + (1 + wide) * model.ffn / tensor)
@@ -200,13 +199,11 @@ def _attention(
     windowed = (
         sum(model.visible_tokens(layer, length) < length for layer in range(model.layers)) / model.layers
     )
-    flops = (
-        4 * pairs * (1 + windowed) / 2 * model.head_dim
-    )  # kernels that take a mask compute what it hides too
+    # Kernels that take a mask also compute what it hides.
+    flops = 4 * pairs * (1 + windowed) / 2 * model.head_dim
     knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
-    narrow = (model.head_dim / (model.head_dim + knee)) / (
-        128 / (128 + knee)
-    )  # shares of the peak are of heads of 128
+    # Shares of the peak are measured with heads of 128.
+    narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))
     share = device.attention if stack.native_attention else device.attention_portable
     reached = device.peak[precision] * share * narrow / sharing
     # a ring attends to one device's keys at a time, which are two pieces, from both ends of the sequence
@@ -244,5 +241,5 @@ def _stream(device: Device, sharing: Array | float) -> Array | float:
 
 
 def streamed(bytes: Array, space: Space, cluster: Cluster) -> Array:
-    """Seconds in which elementwise kernels read and write so many bytes."""
+    """Return the seconds in which elementwise kernels read and write this many bytes."""
     return bytes / _stream(cluster.device, workers_sharing(space, cluster))

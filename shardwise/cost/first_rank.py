@@ -1,5 +1,4 @@
-"""Rank 0 of every candidate: the first device of the first pipeline rank. What it holds, and how wide its
-numbers are."""
+"""Rank 0 of every candidate, the first device of the first pipeline rank: its weights and its dtypes."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from shardwise.plan.slices import sliced, split_dim
 
 @dataclass(frozen=True)
 class FirstRank:
-    """What rank 0 has, and what its program does with it."""
+    """The weights of rank 0 of every candidate, and the passes that it computes."""
 
     work: Workload
     space: Space
@@ -49,16 +48,16 @@ class FirstRank:
 
     @classmethod
     def of(cls, work: Workload, space: Space, stack: Software, device: str) -> FirstRank:
-        """Rank 0 of every candidate."""
+        """Return rank 0 of every candidate."""
         return cls(work, space, stack, device, engine_of(space, work.model.experts), cut(work, space, stack))
 
     def of_candidates(self, space: Space, index: Ints) -> FirstRank:
-        """Rank 0 of the candidates whose layouts these are: index[i] is the layout of candidate i."""
+        """Return rank 0 of candidates; index[i] is the layout of candidate i."""
         return replace(self, space=space, engine=take(self.engine, index), cut=take(self.cut, index))
 
     @cached_property
     def plain(self) -> Bools:
-        """Weights are plain tensors, and DistributedDataParallel sums their gradients."""
+        """Whether DistributedDataParallel sums the gradients."""
         replicated: Bools = self.engine.replicated & self.stack.buckets
         return replicated
 
@@ -77,23 +76,23 @@ class FirstRank:
 
     @cached_property
     def shards(self) -> Ints:
-        """Devices that the states outside of experts are sharded over."""
+        """Number of devices over which states outside of experts are sharded."""
         return np.where(self.engine.zero > 0, self.space.shards, 1)
 
     @cached_property
     def expert_shards(self) -> Ints:
-        """The same for experts."""
+        """Number of devices over which states of experts are sharded."""
         return np.where(self.engine.zero > 0, expert_shards(self.space), 1)
 
     @cached_property
     def by_operator(self) -> Bools:
-        """Where recomputation goes by operators, and keeps attention."""
+        """Whether recomputation selects operators, and keeps attention."""
         chosen: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == BUT_ATTENTION)
         return chosen
 
     @cached_property
     def full(self) -> Bools:
-        """Where whole blocks are recomputed."""
+        """Whether whole blocks are recomputed."""
         chosen: Bools = self.space.recompute == FULL
         return chosen
 
@@ -133,27 +132,27 @@ class FirstRank:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Of its units."""
+        """Elements of each unit that FSDP2 gathers."""
         return sizes(self.work.model, self.space.tensor, self.shards)
 
     @cached_property
     def compressed(self) -> Sizes:
-        """Of its units, what is compressed where gradients are."""
+        """Elements of each unit whose gradients may be compressed."""
         return sizes(self.work.model, self.space.tensor, self.shards, "compressed")
 
     @cached_property
     def rows(self) -> Sizes:
-        """Of its units, the rows of all matrices that are compressed."""
+        """Rows of all compressed matrices of each unit."""
         return sizes(self.work.model, self.space.tensor, self.shards, "rows")
 
     @cached_property
     def columns(self) -> Sizes:
-        """And their columns."""
+        """Columns of all compressed matrices of each unit."""
         return sizes(self.work.model, self.space.tensor, self.shards, "columns")
 
     @cached_property
     def cast(self) -> Sizes:
-        """Of its units, what is gathered in 8 bits."""
+        """Elements of each unit that are gathered in 8 bits."""
         return sizes(self.work.model, self.space.tensor, self.shards, self.work.cast)
 
     @property
@@ -221,7 +220,7 @@ matrices of these; or the weights of these modules, named as in a block."""
 
 
 def sizes(model: Model, tensor: Ints, shards: Ints, measure: Measure = "all") -> Sizes:
-    """For each pair of a tensor degree and a number of shards, of which there are few."""
+    """Return the sizes for each pair of a tensor degree and a number of shards, of which there are few."""
     first, index = distinct([tensor, shards])
     pairs = zip(tensor[first].tolist(), shards[first].tolist(), strict=True)
     table = np.asarray([_sizes_of(model, *pair, measure) for pair in pairs], dtype=np.int64).reshape(-1, 9)
@@ -244,10 +243,8 @@ def _sizes_of(model: Model, tensor: int, shards: int, measure: Measure) -> tuple
                 continue
         elif measure != "all" and not (is_compressed(shape) and (tensor == 1 or dim is not None)):
             continue
-        own = sliced(shape, dim, tensor, shards)
-        counted = {"rows": int(own.gathered) // shape[-1], "columns": shape[-1]}.get(
-            str(measure), int(own.gathered)
-        )
-        parts["router" if computes_wide(name) else part] += counted
-        whole[part] += 0 if dim is not None else int(own.shard)
+        local = sliced(shape, dim, tensor, shards)
+        counts = {"rows": int(local.gathered) // shape[-1], "columns": shape[-1]}
+        parts["router" if computes_wide(name) else part] += counts.get(str(measure), int(local.gathered))
+        whole[part] += 0 if dim is not None else int(local.shard)
     return (*parts.values(), whole["block"], whole["positions"], whole["norm"])

@@ -1,5 +1,4 @@
-"""What shardwise's products in float8 cost beside the products: bytes moved by casting, by looking for
-maxima, by transposing.
+"""The cost of float8 products besides the products: bytes moved by casts, maxima and transposes.
 
 For each product of rows m, inputs k and outputs n (models/float8_products.py), in a compiled block:
 
@@ -45,7 +44,7 @@ NOT_COMPILED = 60.0
 """Bytes of a number's quantising operation by operation: six for its magnitude, and four for the cast, mostly
 in float32."""
 KERNELS = 5.0
-"""Started for a product beside it, forward and backward: two casts of the weight, three transposed copies."""
+"""Kernels started besides a product in both passes: two casts of the weight, three transposed copies."""
 ADDED = 12.0
 """Bytes to add a chunk's gradient of a weight of the head to those before it, in float32."""
 
@@ -61,7 +60,7 @@ class Streamed:
 
     @property
     def total(self) -> Array:
-        """All of them."""
+        """Values of all three parts."""
         return self.attention + self.feed_forward + self.experts
 
 
@@ -101,14 +100,14 @@ def cast_once(work: Workload, space: Space) -> Bools:
 
 
 def kept_weights(work: Workload, space: Space, layers: Array) -> Array | float:
-    """Bytes of the weights of so many blocks that are kept so."""
+    """Return the bytes of the weights of this many blocks that are kept in 8 bits."""
     if work.float8 is None:
         return 0.0
     return np.where(cast_once(work, space), 2 * layers * float8_weights(work, products_of(work, space)), 0.0)
 
 
 def stored_bytes(work: Workload, space: Space) -> Array:
-    """Of a weight as a product finds it: as it is stored, or gathered in the computing dtype."""
+    """Return the bytes of a weight before its cast: as it is stored, or as it is gathered."""
     if BYTES[work.state_dtype] == 2:
         return np.full(len(space), 2.0)
     layouts, index = space.layouts
@@ -124,11 +123,12 @@ def _fused(
     assert shares is not None
     hidden, whole = work.model.hidden, space.tensor > 1  # what the tensor axis gathered is cast by itself
     of_norms = (shares.query + shares.up) * hidden
-    attended = shares.output * next(one.k for one in products if one.kind == "output")
-    inner = sum((shares.down * one.k for one in products if one.kind == "down"), np.zeros(len(space)))
-    copied = streamed.experts * (
-        1 - shares.experts / 2
-    )  # rows are copied to experts in 8 bits, and leave them so in backward
+    attended = shares.output * next(product.k for product in products if product.kind == "output")
+    inner = sum(
+        (shares.down * product.k for product in products if product.kind == "down"), np.zeros(len(space))
+    )
+    # Rows are copied to experts in 8 bits, and in backward from them.
+    copied = streamed.experts * (1 - shares.experts / 2)
     forward = (
         size * (streamed.attention + streamed.feed_forward + copied)
         + np.where(whole, CAST, -1.0) * of_norms
@@ -144,9 +144,8 @@ def _fused(
     backward = sum(
         2 * size * part * (1 + (LOOKING - 1) * share) for part, share in zip(parts, beside, strict=True)
     )
-    made = (
-        3 if work.model.gated or work.model.experts else 2
-    ) * inner  # gradients of gate and up, and the product once more
+    # The gradients of gate and up, and their product once more.
+    made = (3 if work.model.gated or work.model.experts else 2) * inner
     return forward, backward + LOOKING * (np.where(whole, CAST, 0.0) * of_norms - made)
 
 
@@ -154,17 +153,19 @@ def _inputs(work: Workload, products: Sequence[Product]) -> Array:
     """Numbers that are cast for each token before products; queries, keys and values have one input, gate and
     up another."""
     counted = [
-        share_in_float8(work, one.kind) * one.k
-        for one in products
-        if one.kind in ("query", "output", "up", "down")
+        share_in_float8(work, product.kind) * product.k
+        for product in products
+        if product.kind in ("query", "output", "up", "down")
     ]
     return sum(counted, np.zeros_like(products[0].k))
 
 
 def _gradients(work: Workload, products: Sequence[Product]) -> Array:
-    """The same of the gradients of their results."""
+    """Return the number of gradients of outputs that are cast for each token."""
     counted = [
-        share * one.count * one.n * one.m for one in products if (share := share_in_float8(work, one.kind))
+        share * product.count * product.n * product.m
+        for product in products
+        if (share := share_in_float8(work, product.kind))
     ]
     return sum(counted, np.zeros_like(products[0].k)) / products[0].m
 
@@ -173,9 +174,9 @@ def _transposed(work: Workload, products: Sequence[Product], of_weights: Array) 
     """Bytes read and written to have both factors of a backward product along the dimension that is summed; a
     micro-batch has that part of the weights'."""
     copies = [
-        2 * share * one.count * (one.m * (one.n + one.k) + of_weights * one.n * one.k)
-        for one in products
-        if (share := share_in_float8(work, one.kind))
+        2 * share * product.count * (product.m * (product.n + product.k) + of_weights * product.n * product.k)
+        for product in products
+        if (share := share_in_float8(work, product.kind))
     ]
     return sum(copies, np.zeros_like(products[0].k))
 
@@ -192,7 +193,7 @@ def head_traffic(work: Workload, space: Space, device_type: str, tokens: Array, 
 
 
 def head_chunk(work: Workload, space: Space, device_type: str, tokens: Array) -> Array:
-    """Tokens that the loss walks through at a time."""
+    """Return the tokens of a chunk of the loss."""
     rows = np.ceil(work.model.vocabulary / space.tensor)
     chunk: Array = np.minimum(chunk_tokens(tokens, rows, 2, device_type, float8=True), tokens)
     return chunk
@@ -210,5 +211,5 @@ def head_bytes(work: Workload, space: Space, device_type: str, tokens: Array) ->
 
 
 def kernels(work: Workload) -> float:
-    """Started for a block, forward and backward, beside those of any block."""
+    """Return the number of kernels that float8 adds to both passes of a block."""
     return 0.0 if work.float8 is None else KERNELS * work.float8.products / work.model.layers

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from shardwise.config.schedules import Numbers
 from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.space import Array, Ints, take
 
@@ -25,21 +26,21 @@ EACH_MICRO_BATCH: tuple[When, ...] = ("forward", "backward", "ends")
 
 @dataclass(frozen=True)
 class Flow:
-    """How many a step, and the bytes of all of them, for every candidate; bytes are of the full tensor, as in
-    the ledger."""
+    """Collectives of one kind, axis and time: their number and bytes in a step, for every candidate.
+
+    Bytes are those of the full tensor, as in the ledger.
+    """
 
     kind: str
     axis: str
-    """As the ledger names it, with parts of one device left in: "data x context" where only data has
-    several."""
+    """Axis as the ledger names it, but with axes of one device: "data x context" even if context is 1."""
     when: When
     count: Array
     bytes: Array
     copies: int = 1
-    """Of each row, that go to different devices, where a program sends one of them to a node and makes the
-    others there."""
+    """Copies of each row for different devices, if a program sends one to each node and copies it there."""
     codec_work: CodecWork | None = None
-    """Of sums that are compressed: what is done around their collectives."""
+    """Work of the codec, if the flow is compressed."""
 
     def __add__(self, other: Flow) -> Flow:
         works = [flow.codec_work for flow in (self, other) if flow.codec_work is not None]
@@ -47,26 +48,26 @@ class Flow:
         return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes, codec_work=both)
 
     def of_candidates(self, index: Ints, accumulation: Ints) -> Flow:
-        """A flow of layouts as that of candidates with so many micro-batches; index[i] is the layout of
-        candidate i."""
-        count, size, work = (
-            take(self.count, index),
-            take(self.bytes, index),
-            self.codec_work and self.codec_work.take(index),
-        )
+        """Return the flow of candidates with these micro-batches; index[i] is the layout of candidate i."""
+        count, size = take(self.count, index), take(self.bytes, index)
+        work = self.codec_work and self.codec_work.take(index)
         if self.when in EACH_MICRO_BATCH:
             count, size, work = count * accumulation, size * accumulation, work and work.times(accumulation)
         return replace(self, count=count, bytes=size, codec_work=work)
 
 
-def calls(kind: str, axis: str, when: When, count: Any, bytes_of_one: Any) -> Flow:
-    """So many collectives of so many bytes each."""
+def calls(kind: str, axis: str, when: When, count: Numbers, bytes_of_one: Numbers) -> Flow:
+    """Return a flow of `count` collectives of `bytes_of_one` each."""
     times = np.asarray(count, dtype=np.float64)
     return Flow(kind, axis, when, times, times * bytes_of_one)
 
 
-def units(kind: str, axis: str, when: When, times: Any, of_units: tuple[Any, Any], width: float) -> Flow:
-    """So often, that many units of so many numbers together, of this width in bytes; a unit is one
-    collective."""
-    often = np.asarray(times, dtype=np.float64)
-    return Flow(kind, axis, when, often * of_units[0], often * of_units[1] * width)
+def units(
+    kind: str, axis: str, when: When, times: Numbers, of_units: tuple[Numbers, Numbers], width: float
+) -> Flow:
+    """Return a flow of units, each one collective, repeated `times`.
+
+    `of_units` are the number of units and the number of their elements, which have `width` bytes each.
+    """
+    repeats = np.asarray(times, dtype=np.float64)
+    return Flow(kind, axis, when, repeats * of_units[0], repeats * of_units[1] * width)

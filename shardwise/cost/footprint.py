@@ -57,26 +57,27 @@ from shardwise.plan.slices import Part, Parts, parts_of, with_peers
 
 @dataclass(frozen=True)
 class Holdings:
-    """What devices hold of the model."""
+    """The parameters and states on devices, for every candidate."""
 
     cut: Cut
     """The blocks of the pipeline ranks."""
     parameters: Array
-    """Of the fullest device before ZeRO, experts included."""
+    """Parameters of the device with most before ZeRO, experts included."""
     sharded: Array
-    """Those of them whose optimizer state it has."""
+    """Parameters whose optimizer state that device has."""
     states: dict[str, Array]
     """Bytes of weights, gradients and optimizer state there, wherever they lie."""
     block: Array
     """Parameters of one block on one device before ZeRO, experts included."""
     first_edge: Array
-    """Parameters before the blocks (embedding), and behind them (norm, head)."""
+    """Parameters before the blocks (embedding)."""
     last_edge: Array
+    """Parameters after the blocks (norm, head)."""
 
 
 def hold(work: Workload, space: Space, stack: Software) -> Holdings:
-    """What each candidate's devices hold. It follows from the layout, and from whether gradients wait for
-    other micro-batches."""
+    """Return the parameters and states on devices, from the layout and whether there are several
+    micro-batches."""
     layouts, index = space.layouts
     several = replace(layouts, accumulation=np.full(len(layouts), 2))
     both = concatenate([_hold_layouts(work, layouts, stack), _hold_layouts(work, several, stack)])
@@ -84,7 +85,8 @@ def hold(work: Workload, space: Space, stack: Software) -> Holdings:
 
 
 def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
-    """The rank with most is the first, the last, or one between them."""
+    """Return the same for distinct layouts; the rank with most is the first, the last, or one between
+    them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
     engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
     own, end = parts.block + parts.experts, parts.last + parts.copy * (~alone).astype(float)
@@ -106,7 +108,7 @@ def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
 
 
 def _parts(model: Model, layouts: Space) -> Parts:
-    """The parts of the model on one device, worked out once for every way to slice it."""
+    """Return the parts of the model on one device, computed once for every distinct way to slice it."""
     sharded = layouts.zero > 0
     shards, of_experts = np.where(sharded, layouts.shards, 1), np.where(sharded, expert_shards(layouts), 1)
     columns = [layouts.tensor, shards, layouts.expert, of_experts]
@@ -127,7 +129,7 @@ def _parts(model: Model, layouts: Space) -> Parts:
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:
-    """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at
+    """Return the number of micro-batches whose activations the first and the last pipeline rank hold at
     once."""
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
     first = schedule_value(space.schedule, lambda facts: facts.held_by_first(m, p, v))
@@ -136,9 +138,11 @@ def in_flight(space: Space) -> tuple[Array, Array]:
     return np.where(alone, 1.0, np.minimum(m, first)), np.where(alone, 1.0, np.minimum(m, last))
 
 
-def kept(work: Workload, space: Space, stack: Software, device_type: str = "cuda") -> tuple[Array, Array]:
-    """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs
-    backward."""
+def activation_bytes(
+    work: Workload, space: Space, stack: Software, device_type: str = "cuda"
+) -> tuple[Array, Array]:
+    """Return the bytes of activations of one micro-batch in one block: those kept until backward, and those
+    that exist while the block runs backward."""
     model, tokens, tensor = work.model, tokens_here(work, space), space.tensor
     # Values a token, (candidates,) each: the module's table.
     wide = 2 if model.gated else 1
@@ -263,7 +267,7 @@ def _activations(
 ) -> tuple[Array, Array]:
     """Bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
     model, size, tokens = work.model, compute.value_bytes(work), tokens_here(work, space)
-    stays, live = kept(work, space, stack, cluster.device_type)
+    stays, live = activation_bytes(work, space, stack, cluster.device_type)
     flying, flying_last = in_flight(space)
     edge = tokens * model.hidden * size / space.tensor  # a stage's input, for each micro-batch in flight
     logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes

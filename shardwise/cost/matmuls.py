@@ -12,25 +12,25 @@ from shardwise.cost.space import Array, Space, Workload
 
 @dataclass(frozen=True)
 class Product:
-    """So many products (m x k) by (k x n) of a block, forward."""
+    """`count` products (m x k) by (k x n) in the forward of a block."""
 
     kind: str
-    """As in `plan.float8.Shares`; "router" is in none."""
+    """Kind of product as in `plan.float8_choice.Shares`, or "router"."""
     m: Array
     n: Array
     k: Array
     count: Array | float = 1.0
     is_last: bool = False
-    """Whether its output is the block's."""
+    """Whether its output is the output of the block."""
 
 
 def tokens_here(work: Workload, space: Space) -> Array:
-    """Tokens of a micro-batch on one context device."""
+    """Return the tokens of a micro-batch on one context device."""
     return space.micro_batch * work.sequence_length / space.context
 
 
 def products_of(work: Workload, space: Space) -> list[Product]:
-    """(tokens x k) by (k x n), with k or n cut by `tensor`."""
+    """Return the products of a block, with k or n divided by `tensor`."""
     model, tokens = work.model, tokens_here(work, space)
     hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
     keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim  # a device has at least one key head
@@ -48,15 +48,11 @@ def products_of(work: Workload, space: Space) -> list[Product]:
             Product("down", tokens, hidden, inner, is_last=True),
         ]
     inner, experts = np.full_like(tokens, model.expert_width), np.full_like(tokens, model.experts)
-    rows = (
-        tokens * model.experts_per_token / space.tensor * space.expert / model.experts
-    )  # that come to one expert
-    held = (
-        model.experts / space.expert
-    )  # experts of one device, whole: `tensor` cuts tokens here, not matrices
+    rows = tokens * model.experts_per_token / space.tensor * space.expert / model.experts  # of one expert
+    local = model.experts / space.expert  # whole experts of one device: `tensor` splits tokens here
     products += [
-        Product("experts", rows, inner, hidden, wide * held),
-        Product("experts", rows, hidden, inner, held, is_last=True),
+        Product("experts", rows, inner, hidden, wide * local),
+        Product("experts", rows, hidden, inner, local, is_last=True),
         Product("router", tokens / space.tensor, experts, hidden),
     ]
     if model.shared_experts:
@@ -66,14 +62,16 @@ def products_of(work: Workload, space: Space) -> list[Product]:
 
 
 def share_in_float8(work: Workload, kind: str) -> float:
-    """Of the products of this kind, those that shardwise makes in float8."""
+    """Return the share of the products of this kind that are in float8."""
     share: float = getattr(work.float8, kind, 0.0)
     return share
 
 
 def float8_weights(work: Workload, products: Sequence[Product]) -> Array:
-    """Numbers of a block's matrices on one device whose products shardwise makes in float8."""
+    """Return the number of weights of a block on one device whose products are in float8."""
     counts = [
-        share * one.count * one.n * one.k for one in products if (share := share_in_float8(work, one.kind))
+        share * product.count * product.n * product.k
+        for product in products
+        if (share := share_in_float8(work, product.kind))
     ]
     return sum(counts, np.zeros_like(products[0].k))

@@ -40,7 +40,7 @@ CONTENTION = 0.12
 """Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on
 NVLink, 0.02 on the network)."""
 BACKWARD = 0.7
-"""Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
+"""Share of backward in a block's seconds: it has twice the products and 2.5 times the attention."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Sums:
 
     seconds: Array
     beside: Array
-    """Of these, those in which the device could compute."""
+    """Part of the seconds in which the device can compute."""
 
     @classmethod
     def of(cls, links: Priced, axis: str) -> Sums:
-        """Those of an axis."""
+        """Return the collectives of an axis that run once a step."""
         return cls(links.seconds(axis, "once"), links.beside(axis, "once"))
 
     def exposed(self, room: Array, stack: Software) -> Array:
-        """What is left of them beside so many seconds of work."""
+        """Return the seconds that this much work does not hide."""
         return exposed(self.seconds, self.beside, room, stack)
 
 
@@ -68,15 +68,15 @@ class Step:
     terms: dict[str, Array]
     """Seconds that do not depend on it; `seconds` adds the others."""
     average: Array
-    """Of these, the average rank's own work in all micro-batches."""
+    """Part of the terms that is the average rank's own work in all micro-batches."""
     filling: Array
-    """Messages of filling and draining."""
+    """Seconds of messages while the pipeline fills and drains."""
     waits: Array
-    """Messages between stages that the program waits for."""
+    """Seconds of messages between stages that the program waits for."""
     held_up: Array
-    """What a pipeline takes that runs at the pace of its busiest link."""
+    """Seconds of the pipeline if its busiest link decides its pace."""
     share: Array
-    """Of the pipeline's time, what the last backward takes, and the wait before it."""
+    """Share of the pipeline's time that the last backward and the wait before it take."""
     taken: Array
     """Seconds of that in which nothing of it hides: those of the embedding and the head, and where a CPU's
     network is in use."""
@@ -110,18 +110,23 @@ def exposed(seconds: Array, beside: Array, work: Array, stack: Software) -> Arra
 
 
 def total(terms: Mapping[str, Array]) -> Array:
-    """The sum of all terms."""
+    """Return the sum of all terms."""
     first, *others = terms.values()
     return sum(others, first)
 
 
 def step_of(
-    terms: dict[str, Array], average: Array, ends: Array, space: Space, cluster: Cluster, stack: Software,
+    terms: dict[str, Array],
+    average: Array,
+    ends: Array,
+    space: Space,
+    cluster: Cluster,
+    stack: Software,
     held: Holdings,
     links: Priced,
-) -> Step:  # fmt: skip
-    """Of these terms, an average rank that takes so long for a micro-batch, and so long an embedding and
-    head.
+) -> Step:
+    """Return a step with these terms; `average` and `ends` are seconds of a micro-batch on an average rank,
+    and in the embedding and head.
 
     Messages are exposed while the pipeline fills and drains; of the rest, two for each stage and micro-batch,
     those that the program waits for. The gradient of a tied embedding, and the numbers of a step, are sent

@@ -78,16 +78,16 @@ backward (benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)
 
 @dataclass(frozen=True)
 class Prediction:
-    """What each candidate will take."""
+    """The predicted time and memory of each candidate."""
 
     seconds: dict[str, Array]
-    """Of a step, by term; they sum to `total`."""
+    """Seconds of a step by term; they sum to `total`."""
     memory: dict[str, Array]
     """Bytes at the peak of the fullest device, by kind; they sum to `peak`."""
     host: Array
     """Bytes of a node's own memory."""
     block_seconds: Array
-    """Of one micro-batch through one block, forward and backward: what a timeline is played with."""
+    """Seconds of both passes of one micro-batch through one block, for simulations of the schedule."""
     head_seconds: Array
     embedding_seconds: Array
     step: Step
@@ -101,7 +101,7 @@ class Prediction:
 
     @property
     def total(self) -> Array:
-        """Seconds of a step."""
+        """Total seconds of a step."""
         return total(self.seconds)
 
     @property
@@ -188,7 +188,7 @@ def _predict(work: Workload, space: Space, cluster: Cluster, stack: Software) ->
 
 
 def _emulating(work: Workload, cluster: Cluster) -> Cluster:
-    """CPUs have no float8: its numbers are multiplied in float32 there."""
+    """Return the cluster with a float8 speed for CPUs, which multiply float8 numbers in float32."""
     device = cluster.device
     if work.precision != "float8" or cluster.device_type != "cpu" or "float8" in device.peak:
         return cluster
@@ -197,7 +197,7 @@ def _emulating(work: Workload, cluster: Cluster) -> Cluster:
 
 
 def _check_precision(work: Workload, cluster: Cluster) -> None:
-    """No other precision's speed is taken in place of one that is not known."""
+    """Raise an error if the device's speed in the job's precision is unknown."""
     if work.precision not in cluster.device.peak:
         known = ", ".join(name for name in get_args(Precision) if name in cluster.device.peak)
         raise UserError(
@@ -271,7 +271,7 @@ class _Tensor:
 
     @property
     def block(self) -> Array:
-        """Both passes."""
+        """Exposed seconds of both passes of a block."""
         return self.forward + self.backward
 
     @classmethod
@@ -309,12 +309,12 @@ class _Exchanges:
 
     @property
     def block(self) -> Array:
-        """Both passes."""
+        """Exposed seconds of both passes of a block."""
         return self.forward + self.backward
 
     @classmethod
     def of(cls, links: Priced, per_block: Array, cluster: Cluster, stack: Software) -> _Exchanges:
-        """What the program does not hide behind another micro-batch."""
+        """Return the seconds that the program does not hide behind another micro-batch."""
         shown = (1 - stack.overlap_expert * cluster.device.overlap) * per_block
         return cls(shown * links.seconds("expert", "forward"), shown * links.seconds("expert", "backward"))
 

@@ -36,14 +36,14 @@ class Busy:
     behind what."""
 
     blocks: Array
-    """In the passes through blocks, which every pipeline rank has."""
+    """Seconds in the passes through blocks, which every pipeline rank has."""
     stages: Array
-    """With messages between stages."""
+    """Seconds of messages between stages."""
     rest: Array
 
     @property
     def total(self) -> Array:
-        """With all that crosses it, one after the other."""
+        """Seconds of all bytes on the link."""
         return self.blocks + self.stages + self.rest
 
 
@@ -52,38 +52,40 @@ class Priced:
     """The seconds of a step's flows, and their bytes."""
 
     bytes: dict[str, Array]
-    """By axis, as `axis_of` groups them: every flow is in one."""
+    """Bytes by axis, as `axis_of` groups the flows."""
     message: Array
     """Seconds of one message between pipeline stages."""
     messages: Array
-    """Between stages, that rank 0 sends in a step."""
+    """Number of messages between stages that rank 0 sends in a step."""
     busy: dict[str, Busy]
-    """By link: those inside its node, and its network card."""
+    """Busy seconds by link: inside the node, and of the network card."""
     _seconds: dict[tuple[str, When], Array]
     _beside: dict[tuple[str, When], Array]
 
     def seconds(self, axis: str, when: When) -> Array:
-        """Of all flows of this axis and time, in a step."""
+        """Return the seconds of all flows of this axis and time in a step."""
         return self._seconds.get((axis, when), np.zeros_like(self.message))
 
     def beside(self, axis: str, when: When) -> Array:
-        """Of these seconds, those in which the device could compute."""
+        """Return the part of these seconds in which the device can compute."""
         return self._beside.get((axis, when), np.zeros_like(self.message))
 
     def inside_blocks(self, axis: str) -> Array:
-        """Of its flows in the forward and backward passes of blocks, in a step."""
+        """Return the seconds of an axis in the forward and backward passes of blocks, in a step."""
         return self.seconds(axis, "forward") + self.seconds(axis, "backward")
 
 
 def axis_of(flow: Flow) -> str:
-    """The axis that a flow's time belongs to. Devices that hold the same weights are the data axis', whatever
-    other axes they lie on; what only the replicas sum is their own."""
+    """Return the axis whose term a flow is part of.
+
+    Flows between devices with the same weights belong to the data axis, except sums over replicas alone.
+    """
     first = base(flow.axis).partition(" x ")[0].partition(".")[0]
     return "data" if first == "expert_data" or (first == "replica" and flow.axis != "replica") else first
 
 
 def price(sent: Sequence[Flow], work: Workload, space: Space, cluster: Cluster) -> Priced:
-    """All flows of these candidates in seconds."""
+    """Return the seconds of all flows of these candidates."""
     grids, index = space.grids
     groups: dict[str, Group] = {}
     none = np.zeros(len(space))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Software:
-    """Facts about a program."""
+    """Facts about a training program that decide its time and memory."""
 
     name: str
     elementwise: float = 1.0
@@ -27,16 +27,16 @@ class Software:
     kernel_gap: float = 0.0
     """Seconds that a GPU rests between two kernels; where it is 0, the other figures have it in them."""
     expert_kernels: float = 150.0
-    """Started beside them where a block has experts: routing, sorting, and waiting for the counts."""
+    """Kernels that experts add to a block: routing, sorting, and waiting for the counts."""
     collective_kernels: float = 3.0
-    """Starting a collective, in kernels."""
+    """Time to start a collective, in kernels."""
     pipeline_jitter: float = 0.0
     """Seconds by which each member of a tensor group delays its collectives, where a pipeline's messages keep
     hosts from running ahead."""
     micro_batch_kernels: float = 100.0
-    """Started for a micro-batch outside of the blocks."""
+    """Kernels started for a micro-batch outside of the blocks."""
     step_kernels: float = 0.0
-    """Started for the optimizer, a block."""
+    """Kernels that the optimizer starts per block."""
     flash: bool = True
     """Attention without a matrix of scores in memory."""
     native_attention: bool = True
@@ -44,13 +44,13 @@ class Software:
     sequence_parallel: bool = True
     """Tensor devices also share the tokens outside of the matrices."""
     gradient_bytes: float = 4.0
-    """Of a gradient held between micro-batches."""
+    """Bytes of one element of a gradient between micro-batches."""
     reduce_bytes: float = 4.0
-    """Of a gradient on the wire."""
+    """Bytes of one element of a gradient that is sent."""
     weight_bytes: float = 2.0
-    """Of a weight that is computed with, and on the wire."""
+    """Bytes of one element of a weight in computation and in gathers."""
     logit_bytes: float = 10.0
-    """Alive at once for each logit; 0 where the loss is computed in chunks."""
+    """Bytes that exist at once for each logit; 0 if the loss is computed in chunks."""
     activation: float = 1.0
     """Bytes of activations kept, relative to the count in cost/footprint.py."""
     overlap_data: float = 1.0
@@ -90,10 +90,9 @@ class Software:
     selective_kept: float = 1.0
     """Share of the products' outputs that selective recomputation keeps."""
     inputs_kept: float = 0.0
-    """Of the two inputs of a block that the tensor axis gathers whole, how many are kept for backward instead
-    of gathered again."""
+    """Number of a block's two gathered inputs that are kept for backward instead of gathered again."""
     whole_inputs: float = 2.0
-    """Of the tensors that the tensor axis gathers whole for a block, how many are alive at once."""
+    """Number of gathered inputs of a block that exist at once."""
     recompute_all: bool = False
     """Full recomputation also does a block's last product again, whose output backward does not need."""
     loss_traffic: float = 14.0

@@ -35,6 +35,8 @@ from shardwise.plan.float8_choice import Shares
 Ints = NDArray[np.int64]
 Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Index = Ints | Sequence[int] | slice
+"""Indices of candidates in a `Space`."""
 Values = TypeVar("Values")
 
 RECOMPUTE = get_args(Recompute)
@@ -46,28 +48,28 @@ AT_ONCE = 2**14
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step computes, whatever the layout."""
+    """What a step computes, the same for every layout."""
 
     model: Model
     sequence_length: int
     global_batch: int
     precision: str = "bfloat16"
-    """Of matrix products: float32, bfloat16, float16, float64, or float8."""
+    """Precision of matrix products: float32, bfloat16, float16, float64, or float8."""
     state_dtype: str = "float32"
     reduce_dtype: str = "float32"
     stages: tuple[int, ...] | None = None
     """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many
     stages."""
     compile: bool | str = "auto"
-    """As `train.compile`."""
+    """Value of the setting `train.compile`."""
     compression: SumCompression | None = None
-    """Of gradients on the wire, once its warm-up is over."""
+    """Compression of gradient sums, after its warm-up."""
     gathers: WeightGathers | None = None
-    """Of weights, where not plainly."""
+    """How weights are gathered, if not in the usual way."""
     bucket_bytes: int | None = None
-    """As `Plan.bucket_bytes`."""
+    """Bytes of a bucket, as in `Plan.bucket_bytes`."""
     scales: int = 0
-    """Of tensors in float8, whose maxima all devices share; none for what other programs do."""
+    """Number of scales of float8 tensors, whose maxima all devices share; 0 for other programs."""
     cast: tuple[str, ...] = ()
     """Weights that are gathered in 8 bits, by their names in a block."""
     float8: Shares | None = None
@@ -77,14 +79,14 @@ class Workload:
     """It says how many states are kept of each parameter, and what an update moves."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
-        """Blocks of each of so many stages: by hand, or as they are cut by cost."""
+        """Return the blocks of each of this many stages: as given by hand, or cut by cost."""
         if self.stages is not None and len(self.stages) == stages:
             return self.stages
         return _cut(self.model, self.sequence_length, stages)
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Number of tokens in one step."""
         return self.sequence_length * self.global_batch
 
 
@@ -140,16 +142,16 @@ class Space:
 
     @property
     def world(self) -> Ints:
-        """Devices of each candidate."""
+        """Number of devices of each candidate."""
         return self.pipeline * self.replica * self.data * self.context * self.tensor
 
     @property
     def shards(self) -> Ints:
-        """Devices that share sharded states."""
+        """Number of devices over which states are sharded."""
         return self.data * self.context
 
-    def take(self, index: Any) -> Space:
-        """The candidates at these indices."""
+    def take(self, index: Index) -> Space:
+        """Return the candidates at these indices."""
         return take(self, index)
 
     def parts(self) -> Iterator[Space]:
@@ -159,11 +161,11 @@ class Space:
             yield self.take(slice(start, start + AT_ONCE))
 
     def row(self, index: int) -> dict[str, int]:
-        """One candidate's numbers."""
+        """Return the values of one candidate by field."""
         return {field.name: int(getattr(self, field.name)[index]) for field in fields(self)}
 
     def layout(self, index: int) -> Layout:
-        """One candidate as a layout."""
+        """Return one candidate as a layout."""
         row = self.row(index)
         axes: dict[str, Any] = {name: row[name] for name in (*AXES, "zero")}
         schedule = SCHEDULES[row["schedule"]]
@@ -189,10 +191,10 @@ def space_of(rows: Sequence[dict[str, int]]) -> Space:
     )
 
 
-def take(values: Values, index: Any) -> Values:
-    """The entries at these indices of an array, or of every array in a dataclass or dictionary.
+def take(values: Values, index: Index) -> Values:
+    """Return the entries at these indices of an array, or of every array in a dataclass or dictionary.
 
-    Indices are ours and valid, and not to check them ("clip") makes looking up four times as quick.
+    The indices are always valid; leaving out their check ("clip") makes this four times as fast.
     """
     if isinstance(index, np.ndarray) and index.dtype == np.int64:
         return cast(Values, _on_arrays(lambda array: array.take(index, mode="clip"), values))
@@ -200,7 +202,7 @@ def take(values: Values, index: Any) -> Values:
 
 
 def concatenate(parts: Sequence[Values]) -> Values:
-    """Arrays, or the arrays of dataclasses or dictionaries, one behind the other."""
+    """Return arrays, or the arrays of dataclasses or dictionaries, joined into one."""
     return cast(Values, _on_arrays(lambda *arrays: np.concatenate(arrays), *parts))
 
 
@@ -218,11 +220,11 @@ def _on_arrays(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
-    """The rows that occur in these columns, by the index of the first candidate that has each, and for each
-    candidate the number of its own row.
+    """Return the index of the first candidate with each distinct row, and for each candidate its row's
+    number.
 
-    Neighbours are mostly alike, because a search lists its candidates in nested loops: so only the first of
-    each run of equal rows is looked at by itself.
+    A search lists candidates in nested loops, so most neighbours are equal, and only the first of each run of
+    equal rows is looked up.
     """
     begins = np.ones(len(columns[0]), dtype=np.bool_)
     begins[1:] = reduce(or_, (column[1:] != column[:-1] for column in columns))
@@ -248,7 +250,7 @@ def is_compiled(work: Workload, space: Space, device_type: str) -> Bools:
 
 
 def recompute_mode(recompute: str | float) -> str:
-    """Of a memory budget, the nearest of the modes that the planner knows."""
+    """Return a mode of recomputation, or the mode nearest to a memory budget."""
     if isinstance(recompute, str):
         return recompute
     return "none" if recompute >= 1 else "full" if recompute <= 0 else "selective"

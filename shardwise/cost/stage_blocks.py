@@ -1,12 +1,11 @@
-"""How the blocks of each candidate are cut into pipeline stages, and which of them the first, a middle and
-the last rank have."""
+"""The blocks of the first, a middle and the last pipeline rank of each candidate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -21,21 +20,21 @@ class Cut:
     """Blocks of the pipeline ranks of every candidate."""
 
     folded: Bools
-    """The model goes down the ranks and comes back, a V: the first rank has embedding and head."""
+    """Whether stages go from the first rank to the last and back (a V), so that the first has both ends."""
     stages: Ints
-    """Of each rank."""
+    """Number of stages of each rank."""
     first: Array
     """Blocks of the first rank."""
     middle: Array
-    """Of the fullest rank between the ends."""
+    """Blocks of the rank with most between the ends."""
     last: Array
-    """Of the rank that has the head: the first one of a V."""
+    """Blocks of the rank with the head, which is the first one in a V."""
     last_stage: Array
-    """Of the first rank's blocks, those of the model's last stage: none but in a V."""
+    """Blocks of the model's last stage on the first rank; 0 except in a V."""
     before_middle: Array
     """Blocks that a micro-batch goes through before it first comes to the fullest rank between the ends."""
     before_last: Array
-    """The same of the rank that has the head: none in a V."""
+    """Blocks before the first stage of the rank with the head; 0 in a V."""
 
 
 def cut(work: Workload, space: Space, stack: Software) -> Cut:
@@ -55,13 +54,15 @@ def _stages_of_ranks(
     """For each rank the blocks of its stages, in the model's order."""
     stages, layers = ranks * per_rank, work.model.layers
     alone = stages - layers
-    counts: Any = [layers / stages] * stages if not balanced else work.blocks(stages) if alone <= 0 else ()
-    if not counts:
-        counts = [0] * (alone // 2) + [1] * layers + [0] * (alone - alone // 2)
-    own: list[list[float]] = [[] for _ in range(ranks)]
+    counts: Sequence[float] = [0] * (alone // 2) + [1] * layers + [0] * (alone - alone // 2)
+    if not balanced:
+        counts = [layers / stages] * stages
+    elif alone <= 0:
+        counts = work.blocks(stages)
+    blocks: list[list[float]] = [[] for _ in range(ranks)]
     for count, rank in zip(counts, placement(ranks, per_rank, folded), strict=True):
-        own[rank].append(count)
-    return own
+        blocks[rank].append(count)
+    return blocks
 
 
 def _blocks_of_ranks(

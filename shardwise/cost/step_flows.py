@@ -22,7 +22,7 @@ _SHARING = ("data", "context", "tensor", "expert")
 
 
 def step_flows(rank: FirstRank) -> Iterator[Flow]:
-    """All of it."""
+    """Yield the flows that run once a step."""
     space, model, sizes = rank.space, rank.work.model, rank.sizes
     whole = rank.cut.first * sizes.whole_block + sizes.whole_positions + rank.head * sizes.whole_norm
     yield calls("all_reduce", "tensor", "step", space.tensor > 1, whole * rank.stored)

@@ -1,4 +1,4 @@
-"""What the data axes move: weights gathered and gradients summed, unit by unit.
+"""Flows of the data axes: weights gathered and gradients summed, unit by unit.
 
 A unit is what FSDP2 gathers at once (parallel/data.py): a block, its experts, its router, the embedding, and
 a root with all that remains of a stage. The root stays gathered from forward to backward, so it is gathered
@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from shardwise.codecs import MatrixCodec, RowCodec
 from shardwise.config.compression import is_compressed
 from shardwise.config.model import Model
 from shardwise.config.parameters import Shape, parameter_shapes
-from shardwise.config.schedules import is_interleaved
+from shardwise.config.schedules import Numbers, is_interleaved
 from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
@@ -43,43 +42,43 @@ from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once, unless it is told."""
 _ADDED, _COPIED = 3, 2
-"""How often a number is read or written to add it to another where that lies, and to copy it."""
+"""How often an element is read or written to add it to another in place, and to copy it."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """Units of one size: how many, and what is in all of them."""
+    """A group of units: how many, and the number of elements in all of them."""
 
-    count: Any = 0.0
-    numbers: Any = 0.0
-    compressed: Any = 0.0
-    """Of the numbers, those whose gradients a job may compress."""
-    rows: Any = 0.0
-    """Of the matrices that they are in."""
-    columns: Any = 0.0
-    cast: Any = 0.0
-    """Of the numbers, those that are gathered in 8 bits."""
+    count: Numbers = 0.0
+    numbers: Numbers = 0.0
+    compressed: Numbers = 0.0
+    """Elements whose gradients may be compressed."""
+    rows: Numbers = 0.0
+    """Rows of the compressed matrices."""
+    columns: Numbers = 0.0
+    cast: Numbers = 0.0
+    """Elements that are gathered in 8 bits."""
 
     def __add__(self, other: Units) -> Units:
-        return Units(*(own + others for own, others in zip(self._fields, other._fields, strict=True)))
+        return Units(*(mine + theirs for mine, theirs in zip(self._fields, other._fields, strict=True)))
 
     @property
-    def pair(self) -> tuple[Any, Any]:
-        """How many, and the numbers in them."""
+    def pair(self) -> tuple[Numbers, Numbers]:
+        """The number of units, and the number of their elements."""
         return self.count, self.numbers
 
     @property
-    def _fields(self) -> tuple[Any, ...]:
+    def _fields(self) -> tuple[Numbers, ...]:
         return self.count, self.numbers, self.compressed, self.rows, self.columns, self.cast
 
     def shard(self, shards: Ints) -> Units:
-        """What one of so many devices has of them; it has all columns."""
+        """Return one device's share of the units; it has all columns."""
         rows, cast = self.rows // shards, self.cast // shards
         return Units(self.count, self.numbers // shards, self.compressed // shards, rows, self.columns, cast)
 
 
 def weight_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Of blocks, ends and experts, whatever engine holds them."""
+    """Yield the flows of weights and gradients of blocks, ends and experts, for every engine."""
     space, model = rank.space, rank.work.model
     sharded = ~(rank.engine.single | rank.plain)
     apart = (space.pipeline > 1) | (not model.tied)  # the embedding is a unit by itself
@@ -96,7 +95,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
         *(np.where(apart & ~shared, each.embedding, 0.0) for each in compressed),
     )
 
-    def at_the_end(of: Sizes, tied: Any) -> Any:
+    def at_the_end(of: Sizes, tied: Numbers) -> Numbers:
         return head * (of.norm + np.where(apart, tied if model.tied else of.head, of.embedding))
 
     alone = space.pipeline == 1  # then all that remains is one unit
@@ -116,11 +115,11 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     if model.experts:
         yield from _experts(rank, sharded)
         yield from _routers(rank, sharded)
-    yield from _of_buckets(rank)
+    yield from _bucket_sums(rank)
 
 
 def _measures(rank: FirstRank) -> list[Sizes]:
-    """Of what is compressed the numbers, and for PowerSGD rows and columns; nothing where nothing is."""
+    """Return the sizes of compressed units: their elements, and for PowerSGD their rows and columns."""
     if not _encodes(rank):
         return []
     how = rank.work.compression
@@ -152,7 +151,7 @@ class _Weights:
 
     @classmethod
     def of(cls, rank: FirstRank) -> _Weights:
-        """As the job says."""
+        """Return how the job gathers its weights."""
         gathers = rank.work.gathers
         return (
             cls(rank.gathered)
@@ -253,7 +252,7 @@ def _sharded(
         )
 
 
-def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
+def _gather(axis: str, when: When, times: Numbers, unit: Units, shards: Ints, weights: _Weights) -> Flow:
     """Weights of units gathered: as they are, or what is compressed of them encoded
     (comm/weight_gathers.py)."""
     if weights.codec is None:
@@ -269,7 +268,9 @@ def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weight
     return _coded(units("all_gather", axis, when, times, (unit.count, sent), 1.0), work, times)
 
 
-def _gather_again(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
+def _gather_again(
+    axis: str, when: When, times: Numbers, unit: Units, shards: Ints, weights: _Weights
+) -> Flow:
     """The same for backward, which may have a copy nearby."""
     if weights.nearby is None:
         return _gather(axis, when, times, unit, shards, weights)
@@ -277,7 +278,7 @@ def _gather_again(axis: str, when: When, times: Any, unit: Units, shards: Ints, 
 
 
 def _sums(
-    rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, among: Any
+    rank: FirstRank, kind: str, axis: str, when: When, times: Numbers, unit: Units, among: Numbers
 ) -> Iterator[Flow]:
     """Gradients of units summed: as they are, or what is compressed of them in one or two hops
     (comm/compressed_sums.py)."""
@@ -303,12 +304,13 @@ def _encoded_sum(
     kind: str,
     axis: str,
     when: When,
-    times: Any,
-    units_summed: Any,
-    each: Any,
-    among: Any,
+    times: Numbers,
+    units_summed: Numbers,
+    each: Numbers,
+    among: Numbers,
 ) -> Iterator[Flow]:
-    """Of so many units, in one or two hops: each device has `each` numbers of a unit to add up."""
+    """Yield the one or two hops of a compressed sum, in which each device adds up `each` elements of a
+    unit."""
     row, all_rows = units_summed * each, units_summed * among * each
     hands_over = row if kind == "reduce_scatter" else 0.0 * row
     around = rank.reduced * (_ADDED * all_rows + _COPIED * hands_over)
@@ -330,10 +332,10 @@ def _low_rank_sum(
     kind: str,
     axis: str,
     when: When,
-    times: Any,
+    times: Numbers,
     unit: Units,
-    units_summed: Any,
-    among: Any,
+    units_summed: Numbers,
+    among: Numbers,
 ) -> Flow:
     """Both factors of each matrix are summed whole, whatever part of the result a device keeps."""
     numbers = np.asarray(unit.compressed)
@@ -350,20 +352,20 @@ def _low_rank_sum(
     )
 
 
-def _coded(flow: Flow, work: CodecWork, times: Any) -> Flow:
+def _coded(flow: Flow, work: CodecWork, times: Numbers) -> Flow:
     return replace(flow, codec_work=work.times(times))
 
 
-def _wire_bytes(codec: RowCodec, numbers: Any) -> Any:
-    """Of rows of so many numbers each, worked out once for each length that occurs."""
+def _wire_bytes(codec: RowCodec, numbers: Numbers) -> Numbers:
+    """Return the bytes of encoded rows of these lengths, computed once for each distinct length."""
     lengths, index = np.unique(np.asarray(numbers), return_inverse=True)
     return np.asarray([float(codec.wire_bytes(int(length))) for length in lengths])[
         index.reshape(np.shape(numbers))
     ]
 
 
-def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
-    """Gradients that DistributedDataParallel sums."""
+def _bucket_sums(rank: FirstRank) -> Iterator[Flow]:
+    """Yield the sums of gradients by DistributedDataParallel."""
     width = rank.stack.reduce_bytes / SHARDWISE.reduce_bytes
     told = rank.work.bucket_bytes
     buckets = _buckets(rank.work.model, rank.stored, *((told, told) if told else (FIRST_BUCKET, BUCKET)))

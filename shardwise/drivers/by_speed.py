@@ -29,6 +29,7 @@ class BySpeed(Driver):
     varies_rows = True
 
     def settings_without_effect(self, training: Training) -> list[str]:
+        """Return a note if the speed of devices cannot be measured with this layout."""
         layout = training.plan.layout
         alone = layout.zero == 0 and layout.world == layout.data_parallel
         if training.mesh.device.type == "cpu" or alone:
@@ -39,6 +40,7 @@ class BySpeed(Driver):
         ]
 
     def on_rank(self, training: Training) -> RowsBySpeedRank:
+        """Return a rank whose number of rows changes with its speed."""
         return RowsBySpeedRank()
 
 
@@ -46,9 +48,11 @@ class RowsBySpeedRank(RankDriver):
     """A rank whose number of rows changes with its speed."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
+        """Return gradients of this rank's rows, whose number follows its speed."""
         from shardwise.train.sources import RankRows
 
         return RankRows(training, by_speed=True)
 
     def rows(self, training: Training) -> str:
+        """Return in words that the rank's rows change from step to step."""
         return "its share of the global batch"

@@ -140,8 +140,7 @@ class Contributions:
             before = min({len(rows) for rows in training.missing} or {math.gcd(training.sequences, size)})
             raise UserError(
                 f"the checkpoint's data ends after {training.sequences} sequences with portions of {before} "
-                f"under way, which "
-                f"portions of {size} do not continue; add "
+                f"under way, which portions of {size} do not continue; add "
                 f"server.portions={training.config.train.global_batch // before}"
             )
         return State(

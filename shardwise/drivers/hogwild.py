@@ -78,9 +78,11 @@ class Hogwild(WholeModels):
     workers_use_gpus = False
 
     def sums_gradients(self, layout: Layout) -> bool:
+        """Return False: each worker applies its own gradients."""
         return False
 
     def check_hosts(self, hosts: int) -> None:
+        """Refuse several hosts, because workers share the memory of one."""
         if hosts > 1:
             raise UserError(
                 f"train.driver = 'hogwild': workers share the memory of one host, and this run has {hosts}; "
@@ -88,6 +90,7 @@ class Hogwild(WholeModels):
             )
 
     def check_memory(self, config: Config, plan: Plan) -> None:
+        """Refuse a job whose weights and states do not fit into the free memory of this host."""
         import psutil
 
         from shardwise.units import GIB
@@ -102,11 +105,13 @@ class Hogwild(WholeModels):
             )
 
     def describe_devices(self, training: Training, lines: dict[str, str]) -> dict[str, str]:
+        """Return the lines with a note on whether updates use a lock."""
         locked = hogwild_settings(training.config).locked
         how = "under a lock" if locked else "without a lock"
         return {**lines, "batch": f"{lines['batch']}, each an update {how}"}
 
     def settings_without_effect(self, training: Training) -> list[str]:
+        """Return a note if this machine has GPUs, which workers do not use."""
         from shardwise.mesh import local_gpus
 
         if not local_gpus():
@@ -114,6 +119,7 @@ class Hogwild(WholeModels):
         return ["GPUs: workers share the memory of the host, and compute on its CPUs"]
 
     def on_rank(self, training: Training) -> HogwildRank:
+        """Return a rank whose weights and moments are in shared memory."""
         from shardwise.asynchronous.shared_memory import SharedState
 
         named = list(training.parallel.named_parameters())
@@ -127,6 +133,7 @@ class HogwildRank(RankDriver):
         self.shared = shared
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
+        """Return gradients that are applied to shared weights in each micro-batch."""
         from shardwise.drivers.lock_free import LockFree
 
         return LockFree(training, self.shared, hogwild_settings(training.config).locked)
@@ -136,7 +143,9 @@ class HogwildRank(RankDriver):
         return training.peers.rank == 0
 
     def begin(self, training: Training) -> None:
+        """Wait until all workers have the first weights."""
         training.peers.all_gather("has weights")  # nobody changes them before that
 
     def saved(self, training: Training) -> None:
+        """Wait until all workers have copied their state."""
         training.peers.all_gather("has its copy")  # nobody writes before that

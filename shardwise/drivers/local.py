@@ -72,8 +72,8 @@ def _cut(train: Train, local: LocalSettings) -> Iterator[str]:
 
     if train.global_batch % local.groups:
         yield (
-            f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; "
-            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
+            f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; use "
+            f"one of {', '.join(map(str, divisors(train.global_batch)))}"
         )
     each = local.sync_every // local.fragments
     if local.sync_every % local.fragments:
@@ -93,7 +93,7 @@ def _numbers(train: Train) -> Iterator[str]:
     if train.precision == "float16":
         yield (
             f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or "
-            f"float32"
+            "float32"
         )
     if train.state_dtype == "bfloat16":
         yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
@@ -123,6 +123,7 @@ class LocalGroups(Driver):
     lockstep = False
 
     def groups(self, config: Config) -> int:
+        """Return the number of groups in the job's settings."""
         return local_settings(config).groups
 
     def saved_numbers(self, plan: Plan) -> int:
@@ -130,6 +131,7 @@ class LocalGroups(Driver):
         return super().saved_numbers(plan) + plan.parameters + (plan.parameters - plan.frozen)
 
     def first_plan(self, planner: Planner) -> Plan:
+        """Return the plan of one group on its part of all devices."""
         return _plan_groups(planner, self.groups(planner.config), planner.devices)
 
     def plan_on(self, planner: Planner, devices: int, least: int) -> Plan | None:
@@ -142,10 +144,12 @@ class LocalGroups(Driver):
         return None
 
     def describe_optimizer(self, config: Config, line: str) -> str:
+        """Return the line with how often all groups make an outer step."""
         every = local_settings(config).sync_every
         return f"{line}; an outer step of all groups every {'step' if every == 1 else counted(every, 'step')}"
 
     def on_rank(self, training: Training) -> LocalRank:
+        """Return a rank of one group with its outer optimizer."""
         from shardwise.drivers.outer_optimizer import OuterOptimizer
         from shardwise.parallel import build_plain
 
@@ -182,12 +186,15 @@ class LocalRank(OwnRowsRank):
 
     @property
     def under_way(self) -> tuple[str, ...]:
+        """Names of the parameters that groups are exchanging now."""
         return self.outer.under_way
 
     def hears_votes(self, step: int) -> bool:
+        """Return whether groups exchange weights, and with them votes, after this step."""
         return self.outer.exchanges_after(step)
 
     def may_wait(self, step: int) -> bool:
+        """Return whether an exchange ends in this step, for which the slowest group is needed."""
         return self.outer.waits_in(step)
 
     def after_update(self, training: Training, votes: Tensor, again: Tensor) -> None:
@@ -214,15 +221,19 @@ class LocalRank(OwnRowsRank):
             training.parallel.scales.begin()
 
     def begin(self, training: Training) -> None:
+        """Set the anchor of the outer optimizer to the first weights."""
         self.outer.reset_anchor()
 
     def groups_in_checkpoint(self, training: Training) -> int:
+        """Return the number of groups, each of which saves its own state."""
         return training.plan.groups
 
     def state(self, training: Training, own: State) -> State:
+        """Return the state of this rank's group and of the outer optimizer."""
         return self.outer.state(own, training.mesh.coordinate("group"))
 
     def state_to_fill(self, training: Training, own: State, manifest: Manifest) -> State:
+        """Return the tensors to load; a run with fewer groups in the checkpoint shares their states."""
         if not manifest.groups:
             return own
         group = training.mesh.coordinate("group") % manifest.groups

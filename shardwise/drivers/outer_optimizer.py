@@ -41,7 +41,7 @@ class OuterSettings(Protocol):
 
     @property
     def sync_every(self) -> int:
-        """Steps between two exchanges."""
+        """Number of steps between two exchanges."""
 
     @property
     def learning_rate(self) -> float:

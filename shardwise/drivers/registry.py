@@ -41,5 +41,5 @@ def driver_of(config: Config) -> Driver:
 
 
 def drivers() -> list[Driver]:
-    """Return all drivers."""
+    """Return all drivers in the order of the registry."""
     return [driver_named(name) for name in DRIVERS]

@@ -51,8 +51,7 @@ def _portions(train: Train, server: ServerSettings) -> Iterator[str]:
     if server.portions and train.global_batch % server.portions:
         yield (
             f"server.portions = {server.portions}: does not divide train.global_batch = "
-            f"{train.global_batch}; "
-            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
+            f"{train.global_batch}; use one of {', '.join(map(str, divisors(train.global_batch)))}"
         )
 
 
@@ -72,15 +71,18 @@ class ParameterServer(WholeModels):
     resumes_missing = True
 
     def sums_gradients(self, layout: Layout) -> bool:
+        """Return True: servers sum the gradients of all workers."""
         return True
 
     def problems_of_frozen(self, module: str, parameter: str) -> Iterator[str]:
+        """Refuse frozen parameters, because servers send and sum all parameters."""
         yield (
             f"train.driver = 'server': {module} has frozen parameters ({parameter}), and servers hand out "
             "and sum all of them; use 'synchronous', 'local' or 'hogwild'"
         )
 
     def check_crew(self, config: Config, crew: Crew, least_given: int | None) -> None:
+        """Refuse a smallest number of workers, and a batch that does not divide into portions."""
         count = server_settings(config).portions or crew.most
         if least_given is not None:
             raise UserError(
@@ -93,6 +95,7 @@ class ParameterServer(WholeModels):
             )
 
     def processes(self, config: Config, crew: Crew, first_host: bool) -> tuple[Config, Crew]:
+        """Return the job with its number of portions, and the workers with the servers added."""
         table = server_settings(config)
         filled = table.model_copy(update={"portions": table.portions or crew.most})
         servers = table.servers
@@ -100,6 +103,7 @@ class ParameterServer(WholeModels):
         return config.model_copy(update={self.name: filled}), Crew(here, servers, crew.most + servers)
 
     def job_to_plan(self, config: Config) -> Config:
+        """Return the job of the servers, which shard states and evaluate one portion at a time."""
         from shardwise.config import Layout
 
         table = server_settings(config)
@@ -109,6 +113,7 @@ class ParameterServer(WholeModels):
         return config.model_copy(update={"layout": layout, "train": config.train.model_copy(update=batch)})
 
     def first_plan(self, planner: Planner) -> Plan:
+        """Return the plan on all servers."""
         return planner.planned(server_settings(planner.config).servers)
 
     def plan_on(self, planner: Planner, devices: int, least: int) -> Plan | None:
@@ -116,9 +121,11 @@ class ParameterServer(WholeModels):
         return planner.first if devices > server_settings(planner.config).servers else None
 
     def parts_of_batch(self, plan: Plan) -> int:
+        """Return 1: servers do not split a batch, workers take portions of it."""
         return 1
 
     def describe_devices(self, training: Training, lines: dict[str, str]) -> dict[str, str]:
+        """Return lines about the servers, the portions and the staleness in place of devices."""
         config = training.config
         bound = server_settings(config).staleness_bound
         cut = counted(server_settings(config).portions or 1, "portion")
@@ -129,9 +136,11 @@ class ParameterServer(WholeModels):
         }
 
     def on_rank(self, training: Training) -> ServerRank:
+        """Return a rank that is a server."""
         return ServerRank()
 
     def loose_worker(self, config: Config, worker: Worker, dataset: Dataset) -> LooseWorker:
+        """Return a worker that computes gradients for the servers."""
         from shardwise.drivers.contributor import Contributor
 
         return Contributor(config, worker, dataset)
@@ -141,6 +150,7 @@ class ServerRank(RankDriver):
     """A server: it sums the gradients that workers brought."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
+        """Return the sums of gradients that workers send."""
         from shardwise.drivers.contributions import Contributions
 
         assert link is not None, "a server has to learn that the run is to stop while it waits for workers"
@@ -151,4 +161,5 @@ class ServerRank(RankDriver):
         )
 
     def rows(self, training: Training) -> str:
+        """Return in words that a server has no rows of its own."""
         return "gradients that workers brought"

@@ -29,8 +29,7 @@ class ServerSettings(Section):
     max_staleness: NonNegative | Literal["unbounded"] = Field(
         0,
         description="updates that the weights may have had between a worker's reading them and the use of "
-        "its gradient; 0: "
-        "each update waits for the whole batch, as in a synchronous run",
+        "its gradient; 0: each update waits for the whole batch, as in a synchronous run",
     )
     prediction: bool = Field(
         True,
@@ -50,8 +49,7 @@ class ServerSettings(Section):
     compression: str | None = Field(
         None,
         description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; "
-        "what a worker leaves "
-        "out it adds to its next one",
+        "what a worker leaves out it adds to its next one",
     )
 
     @field_validator("compression")

@@ -23,6 +23,7 @@ class Synchronous(Driver):
     summary = "all devices in lockstep"
 
     def on_rank(self, training: Training) -> OwnRowsRank:
+        """Return a rank that computes the gradient of its own rows."""
         return OwnRowsRank()
 
 
@@ -30,6 +31,7 @@ class OwnRowsRank(RankDriver):
     """A rank that computes the gradient of its own rows."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
+        """Return gradients of this rank's own rows."""
         from shardwise.train.sources import RankRows
 
         return RankRows(training)

@@ -36,7 +36,7 @@ def no_scales(train: Train) -> Iterator[str]:
     if train.precision == "float16":
         yield (
             f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or "
-            f"float32"
+            "float32"
         )
     if train.precision == "float8":
         yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"

@@ -71,7 +71,7 @@ class Adam(Optimizer):
         decay: float,
         step: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the formula above."""
+        """Return the update of a weight by the formula in the module's docstring."""
         first, second = self._moments(gradient, slots)
         return self._moved(weight, first, second, lr, decay, step), (first, second)
 
@@ -152,8 +152,8 @@ class AdamW(Adam):
         if codec != "sign" or not feedback:
             return None
         return (
-            "with AdamW and error feedback, one run did worse than without feedback; "
-            "use optimizer.name = '1bit-adam' (docs/compression.md)"
+            "with AdamW and error feedback, one run did worse than without feedback; use optimizer.name = "
+            "'1bit-adam' (docs/compression.md)"
         )
 
     @property

@@ -18,7 +18,7 @@ BLOCK = 1024
 
 @triton.jit
 def _hash(words):
-    """As in optim/rounding.py."""
+    """Return the same hash as optim/rounding.py."""
     words = ((words >> 16) ^ words) * 0x45D9F3B
     words = ((words >> 16) ^ words) * 0x45D9F3B
     return (words >> 16) ^ words

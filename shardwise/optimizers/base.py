@@ -38,20 +38,28 @@ class TrainSettings(Protocol):
     """The settings of `[train]` that an optimizer may ask for."""
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int:
+        """Number of optimizer steps in the run."""
+
     @property
-    def state_dtype(self) -> str: ...
+    def state_dtype(self) -> str:
+        """Dtype of weights and optimizer state, or "auto"."""
 
 
 class LayoutSettings(Protocol):
     """The settings of `[layout]` that an optimizer may ask for."""
 
     @property
-    def compression(self) -> str | None: ...
+    def compression(self) -> str | None:
+        """Codec of gradient sums, or None."""
+
     @property
-    def compression_axes(self) -> str: ...
+    def compression_axes(self) -> str:
+        """Axes whose sums are compressed."""
+
     @property
-    def compression_warmup(self) -> int: ...
+    def compression_warmup(self) -> int:
+        """Number of steps before compression begins."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Optimizer(Section, ABC):
 
     @model_validator(mode="before")
     @classmethod
-    def _lists_to_tuples(cls, values: Any) -> Any:
+    def _lists_to_tuples(cls, values: object) -> object:
         """TOML has lists where these settings are tuples."""
         if not isinstance(values, dict):
             return values

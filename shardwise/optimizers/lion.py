@@ -52,7 +52,7 @@ class Lion(Optimizer):
         decay: float,
         step: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the formula above."""
+        """Return the update of a weight by the formula in the module's docstring."""
         (beta1, beta2), (momentum,) = self.betas, slots
         direction = momentum.lerp(gradient, 1 - beta1).sign_()
         moved = (weight * (1 - lr * decay)).sub_(direction, alpha=lr)

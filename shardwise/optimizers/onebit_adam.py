@@ -43,7 +43,7 @@ class OneBitAdam(Adam):
 
     @property
     def summed_momentum(self) -> SummedMomentum | None:
-        """The first moment."""
+        """The first moment, which devices sum in place of gradients."""
         return SummedMomentum("exp_avg", self.betas[0])
 
     def update_from_momentum(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from shardwise.errors import UserError, shown
 from shardwise.optimizers.adamw import AdamW
@@ -48,12 +47,12 @@ def names() -> list[str]:
     return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - BUILT_IN.keys())]
 
 
-def from_table(table: Mapping[str, Any]) -> Optimizer:
+def from_table(table: Mapping[str, object]) -> Optimizer:
     """Return the optimizer that an `[optimizer]` table describes."""
     return kind_of(table).model_validate(table)
 
 
-def kind_of(table: Mapping[str, Any]) -> type[Optimizer]:
+def kind_of(table: Mapping[str, object]) -> type[Optimizer]:
     """Return the optimizer whose settings the table has: the one that it names, or the default."""
     name = table.get("name", DEFAULT)
     return find(name) if isinstance(name, str) else BUILT_IN[DEFAULT]

@@ -53,7 +53,7 @@ class SGD(Optimizer):
         decay: float,
         step: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the formula above."""
+        """Return the update of a weight by the formula in the module's docstring."""
         gradient = gradient + decay * weight
         if not slots:
             return weight - lr * gradient, ()

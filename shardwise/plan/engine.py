@@ -43,7 +43,7 @@ class Choices(Degrees, Pipeline, Protocol):
 
     @property
     def zero(self) -> Numbers:
-        """ZeRO stage, or None."""
+        """ZeRO stage; None: not chosen yet."""
 
     @property
     def offload(self) -> Numbers:

@@ -39,7 +39,7 @@ class Degrees(Protocol):
 
     @property
     def pipeline(self) -> Numbers:
-        """Number of pipeline ranks."""
+        """Number of ranks in the pipeline."""
 
     @property
     def replica(self) -> Numbers:

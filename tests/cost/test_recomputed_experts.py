@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.config import Model
-from shardwise.cost.footprint import kept
+from shardwise.cost.footprint import activation_bytes
 from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import BUT_ATTENTION, FULL, SELECTIVE, Workload, space_of
@@ -98,7 +98,7 @@ def test_parts_of_a_block_keep_their_inputs_and_what_the_mode_says(
 ) -> None:
     (more, _), (less, _) = (after_forward(shared, layers, mode) for layers in (3, 2))
     work = Workload(experts(shared), TOKENS, 1, precision="float32")
-    predicted = float(kept(work, space_of([{"recompute": place}]), SHARDWISE)[0][0])
+    predicted = float(activation_bytes(work, space_of([{"recompute": place}]), SHARDWISE)[0][0])
     activations = 4 * TOKENS * 2 * SHAPE["expert_ffn"]
     assert predicted + activations <= more - less <= 1.05 * (predicted + activations), (
         "beside them what routers keep"
@@ -127,7 +127,12 @@ def test_sums_over_tensor_devices_are_kept_before_they_are_taken(
     found = whole - half  # what does not depend on tokens, as weights, is gone
     space = space_of([{"recompute": SELECTIVE, "tensor": 2}])
     predicted = (
-        float(kept(Workload(experts(shared), TOKENS, 1, precision="float64"), space, SHARDWISE)[0][0]) / 2
+        float(
+            activation_bytes(Workload(experts(shared), TOKENS, 1, precision="float64"), space, SHARDWISE)[0][
+                0
+            ]
+        )
+        / 2
     )
     activations = 8 * TOKENS // 2 * SHAPE["expert_ffn"]
     assert predicted + activations <= found <= 1.05 * (predicted + activations), (
