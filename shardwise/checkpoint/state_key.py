@@ -4,7 +4,7 @@ This is the only file that writes or parses that text:
 
     model.NAME                          a weight of the model, or one of its saved buffers
     optimizer.NAME.SLOT                 what the optimizer keeps for one parameter, such as exp_avg
-    group.N.model.NAME                  group N's own copy of a weight or buffer (train/local.py)
+    group.N.model.NAME                  group N's own copy of a weight or buffer (drivers/local.py)
     group.N.optimizer.NAME.SLOT         what group N's optimizer keeps for one parameter
     group.N.outer.own.NAME              by how much group N had moved a parameter when an exchange began
     outer.mean.NAME                     the mean of these differences over all groups
