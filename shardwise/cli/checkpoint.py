@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -21,8 +21,10 @@ from shardwise.plurals import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shardwise.checkpoint import Manifest
     from shardwise.checkpoint.compare import Comparison
     from shardwise.config import Model
+    from shardwise.files import Json
 
 checkpoint = typer.Typer(
     no_args_is_help=True, help="List, check and compare checkpoints; to and from Hugging Face folders."
@@ -35,11 +37,11 @@ Checkpoint = Annotated[
     str, typer.Argument(help="A step-N folder, or a run folder for its newest; addresses such as s3://… too.")
 ]
 Many = Annotated[str, typer.Argument(help="A run folder, a folder of checkpoints, or one step-N folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @checkpoint.command("list")
-def list_(folder: Many, json: Json = False) -> None:
+def list_(folder: Many, json: AsJson = False) -> None:
     """List the checkpoints of a run: step, time, size, layout, and whether all files are there. Reads
     manifests only."""
     rows = [_row(address) for address in _checkpoints_of(folder)]
@@ -61,7 +63,7 @@ def list_(folder: Many, json: Json = False) -> None:
 
 
 @checkpoint.command()
-def check(folder: Many, json: Json = False) -> None:
+def check(folder: Many, json: AsJson = False) -> None:
     """Read every byte and compare it with what was saved. A damaged file is named, with status 1."""
     need_torch()
     rows = []
@@ -78,7 +80,7 @@ def check(folder: Many, json: Json = False) -> None:
 
 
 @checkpoint.command()
-def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
+def diff(first: Checkpoint, second: Checkpoint, json: AsJson = False) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor
     differs."""
     need_torch()
@@ -104,7 +106,7 @@ def export(
         str | None, typer.Option(help="float32, bfloat16, float16 or float64; left out: as it was trained.")
     ] = None,
     shard_size: Annotated[str, typer.Option(help="Most bytes in a file, for example 500MB or 5GB.")] = "1GB",
-    json: Json = False,
+    json: AsJson = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one
     tensor in memory."""
@@ -156,7 +158,7 @@ def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
 def import_(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors.")],
     checkpoint: Annotated[str, typer.Argument(help="The checkpoint to write: a new folder.")],
-    json: Json = False,
+    json: AsJson = False,
 ) -> None:
     """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the
     job's [model]."""
@@ -167,7 +169,7 @@ def import_(
     note_links(folder)
     with _bar("importing") as progress:
         imported = import_folder(folder, checkpoint, progress)
-    tables: dict[str, dict[str, Any]] = {"model": _set_fields(imported.model)}
+    tables: dict[str, Json] = {"model": _set_fields(imported.model)}
     if imported.tokenizer is not None:
         tables["data"] = {"tokenizer": str(imported.tokenizer)}
     if json:
@@ -264,7 +266,20 @@ def newest(folder: str) -> str:
     return _checkpoints_of(folder)[-1]
 
 
-def _row(address: str) -> dict[str, Any]:
+class _Row(TypedDict):
+    """What `list` shows of a checkpoint."""
+
+    path: str
+    step: int | None
+    saved: str | None
+    bytes: int | None
+    layout: str
+    world: int | None
+    whole: bool
+    problem: str | None
+
+
+def _row(address: str) -> _Row:
     """Return what `list` shows of a checkpoint, read from its manifest."""
     from datetime import datetime
 
@@ -276,25 +291,36 @@ def _row(address: str) -> dict[str, Any]:
     if path.is_file():
         time = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
     name = re.search(r"step-(\d+)$", address)
-    step = int(name[1]) if name else None
-    row = {"path": address, "step": step, "saved": time, "bytes": None, "layout": "", "world": None}
     try:
         manifest = read_manifest(address)
     except UserError as error:
-        return {**row, "whole": False, "problem": str(error).partition(". Remove")[0]}
-    row |= {
+        return {
+            "path": address,
+            "step": int(name[1]) if name else None,
+            "saved": time,
+            "bytes": None,
+            "layout": "",
+            "world": None,
+            "whole": False,
+            "problem": str(error).partition(". Remove")[0],
+        }
+    return {
+        "path": address,
         "step": manifest.step,
+        "saved": time,
         "bytes": manifest.total_bytes,
-        "layout": _layout(manifest.layout),
+        "layout": _layout(manifest),
         "world": manifest.world,
+        "whole": True,
+        "problem": None,
     }
-    return {**row, "whole": True, "problem": None}
 
 
-def _layout(layout: Mapping[str, Any]) -> str:
+def _layout(manifest: Manifest) -> str:
     """Return the degrees and the sharding of a layout in words. A checkpoint from an import has no layout."""
     from shardwise.plan.grid import describe_degrees
 
+    layout = manifest.layout
     return f"{describe_degrees(layout)}, zero {layout.get('zero')}" if layout else "weights alone"
 
 
@@ -323,14 +349,14 @@ def _print_list(title: str, lines: list[str]) -> None:
         print("\n  ".join([title, *lines[:SHOWN], *rest]))
 
 
-def _set_fields(model: Model) -> dict[str, Any]:
+def _set_fields(model: Model) -> Json:
     """Return the settings that a job needs for this model: its shape, and whatever differs from the
     default."""
     fields, values = type(model).model_fields, model.settings()
     return {key: value for key, value in values.items() if key in SHAPE or value != fields[key].default}
 
 
-def _table(name: str, values: Mapping[str, Any]) -> str:
+def _table(name: str, values: Mapping[str, object]) -> str:
     from json import dumps  # numbers, truth values and strings are the same in TOML
 
     lines = [f"{key} = {dumps(value, ensure_ascii=False)}" for key, value in values.items()]
@@ -343,7 +369,7 @@ def _size(bytes: int | None) -> str:
     return "" if bytes is None else format_bytes(bytes)
 
 
-def _print_json(content: dict[str, Any]) -> None:
+def _print_json(content: Json) -> None:
     from shardwise.observe.records import to_json
 
     print(to_json(content))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -51,7 +51,14 @@ def show(
         print("\n".join(_lines(values, origins)))
 
 
-def _table(values: Config, section: str, origins: Origins) -> Iterator[tuple[str, dict[str, Any]]]:
+class _Entry(TypedDict):
+    """A value of a job, and where it comes from."""
+
+    value: object
+    origin: str
+
+
+def _table(values: Config, section: str, origins: Origins) -> Iterator[tuple[str, _Entry]]:
     for key, value in getattr(values, section).model_dump(mode="json").items():
         yield key, {"value": value, "origin": origins.get(f"{section}.{key}", DEFAULT)}
 

@@ -7,17 +7,21 @@ exactly the one that `shardwise train` would run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardwise.cli.plan_goals import Answer
     from shardwise.config import Config, Sections
     from shardwise.cost.cluster import Cluster
+    from shardwise.files import Json
     from shardwise.plan.timeline import Timeline
 
 
@@ -148,18 +152,23 @@ class _Asked:
 def _problems_of_questions(asked: _Asked, html: Path | None, schedule: bool) -> Iterator[str]:
     from shardwise.cli import plan_goals
 
-    questions, flops, days = asked.questions, asked.flops, asked.days
     if html is not None and (asked.anything or schedule):
         yield "--html: shows the best layout; leave the other questions out, or ask them without it"
+    yield from _problems_together(asked)
+    if asked.scale is not None:
+        yield from plan_goals.problems_of_counts(asked.scale)
+    if asked.maximise is not None and asked.maximise not in plan_goals.LARGEST:
+        yield f"--maximise {asked.maximise}: give {' or '.join(plan_goals.LARGEST)}"
+
+
+def _problems_together(asked: _Asked) -> Iterator[str]:
+    """Yield a problem if questions were asked that do not go together."""
+    questions, flops, days = asked.questions, asked.flops, asked.days
     budget = flops is not None or (days is not None and not asked.fewest)
     if len(questions) > 1 or (questions and budget):
         yield f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone"
     elif flops is not None and days is not None:
         yield "give --compute-budget or --days, not both"
-    if asked.scale is not None:
-        yield from plan_goals.problems_of_counts(asked.scale)
-    if asked.maximise is not None and asked.maximise not in plan_goals.LARGEST:
-        yield f"--maximise {asked.maximise}: give {' or '.join(plan_goals.LARGEST)}"
 
 
 def _problems_of_numbers(numbers: Mapping[str, float | None]) -> Iterator[str]:
@@ -178,7 +187,7 @@ def _problems_of_cluster(sections: Sections) -> Iterator[str]:
     yield from ()
 
 
-def _goal(config: Config, cluster: Cluster, asked: _Asked) -> tuple[dict[str, Any], list[Any]]:
+def _goal(config: Config, cluster: Cluster, asked: _Asked) -> Answer:
     """Return the answer to the question that was asked beside the best layout."""
     from shardwise.cli import plan_goals
 
@@ -191,7 +200,7 @@ def _goal(config: Config, cluster: Cluster, asked: _Asked) -> tuple[dict[str, An
     return plan_goals.budget(config, cluster, asked.flops, asked.days)
 
 
-def _print(answer: dict[str, Any], shown: list[Any], json: bool) -> None:
+def _print(answer: Json, shown: Sequence[RenderableType], json: bool) -> None:
     if json:
         from json import dumps
 
@@ -211,7 +220,7 @@ def _answer(
     everything: bool,
     storage_speed: float,
     device_mtbf: float | None,
-) -> dict[str, Any]:
+) -> Json:
     from shardwise import __version__
     from shardwise.cli.plan_drawings import drawings
     from shardwise.cli.plan_show import advice_of
@@ -235,7 +244,7 @@ def _answer(
     }
 
 
-def _show(answer: dict[str, Any]) -> None:
+def _show(answer: Json) -> None:
     from rich.console import Console
 
     from shardwise.cli.plan_show import show
@@ -331,7 +340,7 @@ def _write_svg(path: Path, timeline: Timeline) -> None:
     typer.echo(f"drawn in {path}", err=True)
 
 
-def _as_json(pipeline: _Pipeline) -> dict[str, Any]:
+def _as_json(pipeline: _Pipeline) -> Json:
     from shardwise.plan import peak_in_flight
 
     timeline, schedule = pipeline.timeline, pipeline.timeline.schedule

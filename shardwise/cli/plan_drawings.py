@@ -3,14 +3,13 @@ traffic on each kind of link."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardwise.config import AXES, RANK_AXES
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.space import Space
 from shardwise.cost.traffic import flows
+from shardwise.files import Json
 from shardwise.plan.grid import COPIES, SHARDS, devices
 from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import Span, simulate
@@ -23,7 +22,7 @@ DRAWN = 24
 micro-batches in the middle would look the same."""
 
 
-def drawings(result: SearchResult) -> dict[str, Any]:
+def drawings(result: SearchResult) -> Json:
     """Return all drawings as plain data, for a search that found a layout."""
     best = int(result.order[0])
     winner = result.space.take([best])
@@ -34,7 +33,7 @@ def drawings(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
+def _links(result: SearchResult, winner: Space) -> list[Json]:
     """Return the bytes of one step by axis, and whether they stay inside a node."""
     sums: dict[tuple[str, str], int] = {}
     for flow in flows(result.work, winner, device=result.cluster.device_type):
@@ -45,7 +44,7 @@ def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
     return [{"from": where, "axis": axis, "bytes": size} for (where, axis), size in sums.items() if size]
 
 
-def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
+def _timeline(result: SearchResult, best: int) -> Json | None:
     """Return when each action of the pipeline runs, for the first micro-batches; None without a pipeline."""
     row = result.space.row(best)
     if row["pipeline"] == 1:
@@ -64,7 +63,7 @@ def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
     }
 
 
-def _span(span: Span) -> dict[str, Any]:
+def _span(span: Span) -> Json:
     action = span.action
     return {
         "stage": action.stage,

@@ -4,17 +4,20 @@ sequence or the largest batch."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from shardwise.config import Config
     from shardwise.cost.cluster import Cluster
+    from shardwise.files import Json
     from shardwise.search.scaling import ScalingPoint
 
-Answer = tuple[dict[str, Any], list[Any]]
-"""The answer as data, and the text and tables to print."""
+    Answer = tuple[Json, Sequence[RenderableType]]
+    """The answer as data, and the text and tables to print."""
+
 LARGEST = ("sequence", "batch")
 """Quantities that the planner can maximise."""
 
@@ -25,11 +28,11 @@ def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
 
     numbers = [int(part) for part in counts.split(",") if part.strip()]
     curves = {"strong": strong(config, cluster, numbers), "weak": weak(config, cluster, numbers)}
-    shown: list[Any] = [_curve(f"{name} scaling", points) for name, points in curves.items()]
+    shown = [_curve(f"{name} scaling", points) for name, points in curves.items()]
     return {name: [_point(point) for point in points] for name, points in curves.items()}, shown
 
 
-def _point(point: ScalingPoint) -> dict[str, Any]:
+def _point(point: ScalingPoint) -> Json:
     """Return a point as plain data, with the term that limits scaling by its name and in words."""
     from shardwise.cli.plain_data import plain_data
     from shardwise.search.reasons import describe_term
@@ -73,7 +76,7 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
     shape = answer["model"]
     size = f"{format_count(answer['parameters'])} parameters on {format_count(answer['tokens'])} tokens"
     near = ", ".join(f"{name} {shape[name]}" for name in ("layers", "hidden", "heads", "ffn"))
-    hours = f"{format_figure(answer['device_hours'])} device hours{_costs(answer)}"
+    hours = f"{format_figure(answer['device_hours'])} device hours{_costs(answer['kwh'], answer['money'])}"
     this = answer["this_model"]
     seen = f"{format_count(this['tokens'])} tokens ({this['tokens_per_parameter']:.3g} a parameter)"
     law = "Hoffmann et al. 2022 with 20 tokens a parameter"
@@ -89,11 +92,11 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
     return answer, lines
 
 
-def _costs(answer: dict[str, Any]) -> str:
+def _costs(kwh: float | None, money: float | None) -> str:
     from shardwise.observe.format import format_energy, format_figure
 
-    energy = "" if answer["kwh"] is None else f", {format_energy(answer['kwh'])}"
-    return energy + ("" if answer["money"] is None else f", {format_figure(answer['money'])} in money")
+    energy = "" if kwh is None else f", {format_energy(kwh)}"
+    return energy + ("" if money is None else f", {format_figure(money)} in money")
 
 
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:

@@ -25,11 +25,15 @@ from importlib import resources
 from itertools import groupby
 from math import ceil, isfinite
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shardwise.cli.draw_schedule import COLOURS as ACTION_COLOURS
 from shardwise.cli.draw_schedule import MEANING
 from shardwise.config import AXES, RANK_AXES
+
+if TYPE_CHECKING:
+    from shardwise.cli.plan_show import Answer
+    from shardwise.files import Json
 
 CANDIDATES = 20_000
 """Largest number of candidates on a page."""
@@ -83,7 +87,7 @@ class _Page(Template):
     delimiter = "@@"
 
 
-def render_page(answer: Mapping[str, Any]) -> str:
+def render_page(answer: Answer) -> str:
     """Return one self-contained HTML page for the object that `shardwise plan --json` prints."""
     best = answer["best"]
     template = resources.files("shardwise.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
@@ -106,7 +110,7 @@ def render_page(answer: Mapping[str, Any]) -> str:
     )
 
 
-def _cluster_line(answer: Mapping[str, Any]) -> str:
+def _cluster_line(answer: Answer) -> str:
     cluster, model = answer["cluster"], answer.get("model", {})
     nodes = f"{cluster['nodes']:,} node{'s' * (cluster['nodes'] != 1)} of {cluster['devices_per_node']}"
     parts = [f"{cluster['name']}: {cluster['devices']:,} x {cluster['device']} in {nodes}"]
@@ -119,11 +123,11 @@ def _cluster_line(answer: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _winner_line(best: Mapping[str, Any]) -> str:
+def _winner_line(best: Answer) -> str:
     return f"{best['kind']}, micro-batch {best['micro_batch']} x {best['accumulation']}"
 
 
-def _tiles(answer: Mapping[str, Any]) -> str:
+def _tiles(answer: Answer) -> str:
     best = answer["best"]
     limit, total = best["memory_limit_gib"], best["memory_gib"]["total"]
     memory = "peak memory" if best.get("fits", True) else "peak memory: does not fit"
@@ -143,7 +147,7 @@ def _short(count: float) -> str:
     return f"{count:g}"
 
 
-def _runner_up(candidate: Mapping[str, Any] | None) -> str:
+def _runner_up(candidate: Answer | None) -> str:
     if candidate is None:
         return "No layout of another kind fits."
     kind, loses_on = escape(candidate["kind"]), escape(candidate.get("loses_on", ""))
@@ -167,13 +171,13 @@ def _sentences(sentences: Sequence[str], otherwise: str) -> str:
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
-def _footer(answer: Mapping[str, Any]) -> str:
+def _footer(answer: Answer) -> str:
     searched = f"{answer['considered']:,} layouts considered in {answer['seconds']:.2g} s"
     convention = answer.get("model", {}).get("flop_convention")
     return f"{searched}; shardwise {answer['version']}" + (f"; MFU counts {convention}" if convention else "")
 
 
-def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _drawn(answer: Answer) -> Json:
     """Return the data that the script of the page draws."""
     best, runner_up = answer["best"], answer.get("runner_up")
     candidates = sorted(
@@ -201,7 +205,7 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _flat(candidate: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(candidate: Answer) -> Json:
     """Return a candidate as one row of a table: `memory weights`, `seconds matmul` and so on, and its
     settings."""
     layout = candidate["layout"]
@@ -213,7 +217,7 @@ def _flat(candidate: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _rounded(value) for name, value in row.items()}
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     """Return a number with four digits, which are more than a picture shows, and None for infinity, which
     JSON lacks."""
     if not isinstance(value, float):
@@ -221,13 +225,13 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isfinite(value) else None
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _columns(rows: Sequence[Json]) -> Json:
     """Return a list of rows as columns: `{"rows": n, "columns": {name: column}}`."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {"rows": len(rows), "columns": {name: _column([row.get(name) for row in rows]) for name in names}}
 
 
-def _column(values: list[Any]) -> Any:
+def _column(values: list[object]) -> object:
     """Return a column as a list; as one value if all are equal; or texts as indices into a list of the
     distinct texts."""
     distinct = dict.fromkeys(values)
@@ -239,13 +243,14 @@ def _column(values: list[Any]) -> Any:
     return [_as_integer(value) for value in values]
 
 
-def _as_integer(value: Any) -> Any:
+def _as_integer(value: object) -> object:
     """Return a whole number or a truth value as an integer, which is shorter in JSON."""
-    whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
-    return int(value) if whole else value
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    return value
 
 
-def _timeline(timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _timeline(timeline: Answer | None) -> Json | None:
     """Return the rows of a pipeline's ranks. Where all would be too many boxes, evenly spread ranks and the
     last are shown."""
     if timeline is None or len(timeline["rank_rows"]) < 2:
@@ -262,11 +267,11 @@ def _timeline(timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _span(span: Mapping[str, Any]) -> list[Any]:
+def _span(span: Answer) -> list[object]:
     return [span["kind"], span["stage"], span["micro_batch"], _rounded(span["start"]), _rounded(span["end"])]
 
 
-def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+def _cells(ranks: Sequence[Mapping[str, int]]) -> Json:
     """Return one cell per rank; on large clusters one per node or per several nodes, with the first and last
     coordinate on each axis."""
     ordered = sorted(ranks, key=lambda entry: (entry["node"], entry["rank"]))
@@ -291,7 +296,7 @@ def _ranges(group: Sequence[Mapping[str, int]]) -> list[list[int]]:
     return [[min(entry[axis] for entry in group), max(entry[axis] for entry in group)] for axis in RANK_AXES]
 
 
-def _script_safe(data: Mapping[str, Any]) -> str:
+def _script_safe(data: Json) -> str:
     """Return JSON that no HTML parser takes for a tag."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -16,12 +16,14 @@ from shardwise.plurals import counted
 from shardwise.search.reasons import describe_term, format_seconds
 from shardwise.search.slow_links import PLAIN
 
+Answer = Mapping[str, Any]
+"""The object that `shardwise plan --json` prints, or an object in it."""
 WIDTH = 60
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black", "white")
 _SMALL = 0.005
 
 
-def show(answer: Mapping[str, Any], console: Console) -> None:
+def show(answer: Answer, console: Console) -> None:
     """Print the planner's whole answer."""
     best = answer["best"]
     _headline(answer, console)
@@ -43,7 +45,7 @@ def show(answer: Mapping[str, Any], console: Console) -> None:
     _rejected(answer, console)
 
 
-def _headline(answer: Mapping[str, Any], console: Console) -> None:
+def _headline(answer: Answer, console: Console) -> None:
     best, cluster = answer["best"], answer["cluster"]
     nodes = f"{cluster['nodes']} x {cluster['devices_per_node']}"
     size = f"{cluster['devices']:,} x {cluster['device']} ({nodes})"
@@ -71,7 +73,7 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console
     console.print(Padding(legend, (0, 0, 0, 8)))
 
 
-def advice_of(beyond: Mapping[str, Any]) -> list[str]:
+def advice_of(beyond: Answer) -> list[str]:
     """Return sentences about what search/whole_run.py computed beyond the step."""
     run, saves = beyond["whole_run"], beyond["checkpoints"]
     hours = f"{format_span(run['seconds'])}, {format_figure(run['device_hours'])} device hours"
@@ -97,7 +99,7 @@ def advice_of(beyond: Mapping[str, Any]) -> list[str]:
     return [*sentences, *_on_compression(beyond)]
 
 
-def _on_compression(beyond: Mapping[str, Any]) -> Iterator[str]:
+def _on_compression(beyond: Answer) -> Iterator[str]:
     """Yield which codec would make a step quicker, and whether the one in use does not."""
     step, choices = beyond["step_seconds"], {choice["name"]: choice for choice in beyond["slow_links"]}
     if (codec := beyond["compression"]) is not None:
@@ -111,7 +113,7 @@ def _on_compression(beyond: Mapping[str, Any]) -> Iterator[str]:
         yield f"compression does not pay here: {shorter}; leave layout.compression out"
 
 
-def _rejected(answer: Mapping[str, Any], console: Console) -> None:
+def _rejected(answer: Answer, console: Console) -> None:
     reasons = "; ".join(f"{reason} {count:,}" for reason, count in answer["rejected"].items())
     fitting = f"{answer['considered']:,} candidates in {answer['seconds']:.1f} s"
     console.print(f"{fitting}{'; refused: ' + reasons if reasons else ''}", soft_wrap=True, style="dim")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -18,6 +18,26 @@ if TYPE_CHECKING:
 
     from shardwise.config import Config
     from shardwise.cost.cluster import Cluster
+    from shardwise.files import Json
+    from shardwise.observe.summary import Summary
+
+
+class _Change(TypedDict):
+    """A factor of the cluster file that was corrected."""
+
+    term: str
+    ratio: float
+    before: float
+    after: float
+    held: bool
+
+
+class _Calibration(TypedDict):
+    """What `--calibrate` corrected, as `--json` prints it."""
+
+    file: str
+    changes: list[_Change]
+    step_seconds: dict[str, float]
 
 
 def report(
@@ -53,7 +73,7 @@ def report(
     learned = _calibrate(run, summary, cluster) if calibrate else None
     trace = merge(run)
     if json:
-        more: dict[str, Any] = {"trace": None if trace is None else str(trace)}
+        more: Json = {"trace": None if trace is None else str(trace)}
         if learned is not None:
             more["calibration"] = learned
         print(to_json({**summary, **more}, indent=2))
@@ -67,7 +87,7 @@ def report(
         print("\n".join(["", *_as_text(learned)]))
 
 
-def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[str, Any]:
+def _calibrate(run: Path, summary: Summary, asked: Path | None) -> _Calibration:
     """Correct a cluster file by what was measured, and return what changed."""
     from shardwise.config import read
     from shardwise.errors import UserError
@@ -103,10 +123,10 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
     }
 
 
-def _as_planned(config: Config, summary: dict[str, Any]) -> Config:
+def _as_planned(config: Config, summary: Summary) -> Config:
     """Return the run's job with the parts of its plan that a prediction depends on: recomputation and the
     cluster."""
-    update: dict[str, Any] = {}
+    update: Json = {}
     if summary["recompute"] is not None:
         update["train"] = config.train.model_copy(update={"recompute": summary["recompute"]})
     if summary["cluster_file"] is not None:
@@ -150,7 +170,7 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     return named
 
 
-def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> dict[str, float]:
+def _step_seconds(config: Config, summary: Summary, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of a step that this cluster predicts for the job as it ran."""
     from shardwise.config import Layout
     from shardwise.errors import UserError
@@ -192,10 +212,14 @@ def _write(path: Path, cluster: Cluster) -> None:
             aside.unlink()
 
 
-def _as_text(learned: dict[str, Any]) -> Iterator[str]:
+def _numbers(change: _Change) -> tuple[float, float, float, bool]:
+    """Return the numbers of a change, which are the same for terms that were corrected together."""
+    return change["ratio"], change["before"], change["after"], change["held"]
+
+
+def _as_text(learned: _Calibration) -> Iterator[str]:
     yield f"{learned['file']} corrected; factors on predicted seconds:"
-    fields = "ratio", "before", "after", "held"
-    groups = groupby(learned["changes"], lambda change: tuple(change[field] for field in fields))
+    groups = groupby(learned["changes"], _numbers)
     for (ratio, before, after, stopped), changes in groups:
         limited = f"; held there, though the run took {ratio:.3g} times what was predicted" if stopped else ""
         yield f"  {before:.3g} to {after:.3g} on {', '.join(change['term'] for change in changes)}{limited}"

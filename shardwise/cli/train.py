@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.drivers.driver import Crew
     from shardwise.mesh import Node, Worker
     from shardwise.plan import Plan
+    from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.search.planner import Planner
 
 MOST_WORKERS = 4096
@@ -139,22 +140,29 @@ def _check_data(config: Config) -> Dataset:
 
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
     """Return how many workers take part, or raise an error if the numbers asked for are impossible."""
-    from shardwise.config import workers_without_gpus
     from shardwise.drivers.driver import Crew
     from shardwise.drivers.registry import driver_of
-    from shardwise.mesh import local_gpus
 
     driver, nodes = driver_of(config), node.nodes if node else 1
     driver.check_hosts(nodes)
-    here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes)
-    here = here or (local_gpus() if driver.workers_use_gpus else 0)
-    here = here or workers_without_gpus(config.layout) * driver.groups(config)
+    here = workers or (node.workers if node else None) or _workers_here(config, limits, nodes)
     crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if driver.has_loose_workers:
         driver.check_crew(config, crew, limits[0])
     else:
         _check_crew(config, crew, other_hosts=node is not None)
     return crew
+
+
+def _workers_here(config: Config, limits: Limits, nodes: int) -> int:
+    """Return how many workers this machine starts if nothing else was asked for."""
+    from shardwise.config import workers_without_gpus
+    from shardwise.drivers.registry import driver_of
+    from shardwise.mesh import local_gpus
+
+    driver = driver_of(config)
+    here = _requested_workers(config, limits, nodes) or (local_gpus() if driver.workers_use_gpus else 0)
+    return here or workers_without_gpus(config.layout) * driver.groups(config)
 
 
 def _check_crew(config: Config, crew: Crew, other_hosts: bool) -> None:
@@ -179,7 +187,6 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
     from shardwise.plurals import counted
-    from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.train.resume import resume_of
@@ -191,14 +198,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     slots, bounds = crew.here, Bounds(crew.least, crew.most)
     check_limits(slots)
     _warn(config, slots)
-    planner = _planner(config, slots, bounds.most, nodes)
-    if driver.ranks_on_host:
-        planner = replace(planner, memory_bytes=None)
-    _check(planner)
-    driver.check_memory(config, planner.first)
-    first_node = None
-    if node is not None and nodes > 1:
-        first_node = FirstNodeFile(Path(config.run.folder), node.run_id)
+    planner = _checked_planner(config, slots, bounds.most, nodes)
+    first_node = _first_node_file(config, node)
     # The other nodes wait for this file.
     with first_node.report_start_and_failure() if first_node and leads else nullcontext():
         if node is not None and leads and nodes > 1:
@@ -210,6 +211,27 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         typer.echo(f"starting {counted(slots, 'worker')}…", err=True)
         data = dataset.content if node is not None else ""  # other hosts must have the same data
         return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
+
+
+def _checked_planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
+    """Return the planner of this run, after the checks of its first plan."""
+    from shardwise.drivers.registry import driver_of
+
+    driver, planner = driver_of(config), _planner(config, local_workers, devices, nodes)
+    if driver.ranks_on_host:
+        planner = replace(planner, memory_bytes=None)
+    _check(planner)
+    driver.check_memory(config, planner.first)
+    return planner
+
+
+def _first_node_file(config: Config, node: Node | None) -> FirstNodeFile | None:
+    """Return the file through which the first node tells the others how it started; None on one node."""
+    from shardwise.resilience.first_node_file import FirstNodeFile
+
+    if node is None or node.nodes <= 1:
+        return None
+    return FirstNodeFile(Path(config.run.folder), node.run_id)
 
 
 def _warn(config: Config, workers: int) -> None:

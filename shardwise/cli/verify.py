@@ -62,9 +62,7 @@ def verify(
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
-    if result.proof.world == 1 and against == "one-device" and dtype == "float64":
-        itself = "the layout is one device, so it was compared with itself, which proves nothing of a layout"
-        typer.echo(f"note: {itself}; give one of several, for example layout.data=2", err=True)
+    _note_one_device(result)
     if json:
         from json import dumps
 
@@ -76,6 +74,14 @@ def verify(
         raise typer.Exit(0 if passes else 1)
     typer.echo(f"the sabotage was {'not ' if passes else ''}found", err=True)
     raise typer.Exit(1 if passes else 0)
+
+
+def _note_one_device(result: ProofResult) -> None:
+    """Print a note if one device was compared with itself."""
+    proof = result.proof
+    if proof.world == 1 and result.against == "one-device" and proof.dtype == "float64":
+        itself = "the layout is one device, so it was compared with itself, which proves nothing of a layout"
+        typer.echo(f"note: {itself}; give one of several, for example layout.data=2", err=True)
 
 
 def _prove(
@@ -103,7 +109,6 @@ def _unknown_choices(given: Iterable[tuple[str, str, tuple[str, ...]]]) -> Itera
 
 
 def _show(result: ProofResult) -> None:
-    proof, verdict = result.proof, result.verdict
     for key, (before, after) in (result.shrunk or {}).items():
         print(f"shrunk: {key} from {before} to {after}")
     print("\n".join(_table(result)))
@@ -112,14 +117,21 @@ def _show(result: ProofResult) -> None:
         print(f"broken on purpose: {broken}")
     diagnosis = result.diagnosis.sentences() if result.diagnosis else []
     compressed = [verdict.sentence() for verdict in result.compressed]
-    for line in (*verdict.faults, *diagnosis, result.reached.sentence(), *compressed):
+    for line in (*result.verdict.faults, *diagnosis, result.reached.sentence(), *compressed):
         print(line)
-    run = _what_ran(result)
+    print("\n".join(_conclusion(result)))
+
+
+def _conclusion(result: ProofResult) -> list[str]:
+    """Return the last two lines: whether the proof passes, and its worst error."""
+    proof, verdict, run = result.proof, result.verdict, _what_ran(result)
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
-    print(f"{'PASS' if verdict.passes else 'FAIL'}: {run}: {meaning}{rounded}.")
-    print(f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s")
+    return [
+        f"{'PASS' if verdict.passes else 'FAIL'}: {run}: {meaning}{rounded}.",
+        f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s",
+    ]
 
 
 def _what_ran(result: ProofResult) -> str:

@@ -13,7 +13,7 @@ squares of the difference, of the reference and of the rank's values, and the pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -89,12 +89,7 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
 
     loads = watch_loads(training)
     done = watch(training, proof.steps, keep)
-    for name, parameter in _frozen(training):
-        if not torch.equal(parameter, frozen[name]):
-            raise UserError(
-                f"{name} has requires_grad=False, and forward changes it; what forward changes must be a "
-                f"buffer, which devices do not share"
-            )
+    _check_unchanged(training, frozen)
     for name, quantity, tensor in _state(training):
         tensors[name, quantity, proof.steps] = tensor.detach().clone()
     tensors.update(loads)
@@ -111,6 +106,16 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
         numbers=numbers,
         idle_experts=_idle_experts(loads),
     )
+
+
+def _check_unchanged(training: Training, frozen: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose forward changed a parameter that is not trained."""
+    for name, parameter in _frozen(training):
+        if not torch.equal(parameter, frozen[name]):
+            raise UserError(
+                f"{name} has requires_grad=False, and forward changes it; what forward changes must be a "
+                f"buffer, which devices do not share"
+            )
 
 
 def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
@@ -308,14 +313,21 @@ def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[s
     mesh, parallel = training.mesh, training.parallel
     role = parallel.table.role(name.rpartition(".")[0])
     expert = role is not None and role.kind == "experts"
-    shards = "expert_data" if expert else "data x context"
-    copies = [shards, "replica"] if mesh.layout.zero else [f"replica x {shards}" if expert else COPIES]
-    sums = [(mesh.label(axis), mesh.size(axis)) for axis in copies]
+    sums = [(mesh.label(axis), mesh.size(axis)) for axis in _copy_axes(expert, bool(mesh.layout.zero))]
     if not expert and "tensor" not in sharded_axes(parameter):
         sums.append(("tensor", mesh.size("tensor")))
     if name in parallel.table.tied.values():
         sums.append(("pipeline", mesh.size("pipeline")))
     return {axis: size for axis, size in sums if size > 1}
+
+
+def _copy_axes(expert: bool, sharded: bool) -> list[str]:
+    """Return the axes over which the copies of a weight are summed, one name for axes that are summed at
+    once."""
+    shards = "expert_data" if expert else "data x context"
+    if sharded:
+        return [shards, "replica"]
+    return [f"replica x {shards}" if expert else COPIES]
 
 
 def _trained(training: Training) -> Iterator[tuple[str, nn.Parameter]]:

@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import checkpoints
 from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.config import Precision
 from shardwise.observe import read_metrics
+from shardwise.observe.records import Record
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.tensor_files import Contents
@@ -33,7 +34,7 @@ this table, because drill.py runs it in float64 when the layout changes."""
 WEIGHT_FACTOR = 10.0
 SHOWN = 3
 
-Records = Sequence[dict[str, Any]]
+Records = Sequence[Record]
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,25 @@ def _relative(expected: float, actual: float) -> float:
 def compare_data(first: Records, second: Records) -> tuple[list[int], list[int], list[int]]:
     """Return the steps of the second run that repeat data, the steps of the first run whose data the second
     run never read, and the steps of the second run that read other data."""
-    truth = {record["step"]: record["data"] for record in first}
+    truth, data = _data_by_step(first), _data_by_step(second)
     expected, actual = Counter(truth.values()), Counter(record["data"] for record in second)
     wrong = [record["step"] for record in second if truth.get(record["step"]) != record["data"]]
-    twice = [step for step, times in Counter(record["step"] for record in second).items() if times > 1]
-    data = {record["step"]: record["data"] for record in second}
-    repeated = sorted({step for step in wrong if actual[data[step]] > expected[data[step]] > 0} | set(twice))
+    again = {step for step in wrong if actual[data[step]] > expected[data[step]] > 0}
+    repeated = sorted(again | _recorded_twice(second))
     skipped = sorted(
         step for step, value in truth.items() if actual[value] < expected[value] and data.get(step) != value
     )
     return repeated, skipped, sorted(set(wrong) - set(repeated))
+
+
+def _data_by_step(records: Records) -> dict[int, str]:
+    """Return the checksum of the sequences of each step."""
+    return {record["step"]: record["data"] for record in records}
+
+
+def _recorded_twice(records: Records) -> set[int]:
+    """Return the steps that are in the records more than once."""
+    return {step for step, times in Counter(record["step"] for record in records).items() if times > 1}
 
 
 def _weights(
@@ -174,15 +184,28 @@ def _weights(
     if not all(folders):
         return {"the last checkpoint (missing)": float("inf")}, float("inf"), 0
     expected, actual = (Contents.open(folder[0]) for folder in folders)
-    kinds = (StateKind.MODEL, StateKind.OPTIMIZER) if tolerance is None else (StateKind.MODEL,)
-    everything = sorted({*expected.tensors, *actual.tensors}, key=str)
-    keys = [key for key in everything if key.kind in kinds and key.group is None]
+    return _compare_tensors(expected, actual, tolerance)
+
+
+def _compare_tensors(
+    expected: Contents, actual: Contents, tolerance: float | None
+) -> tuple[dict[str, float], float, int]:
+    """Return what `_weights` returns, for these two checkpoints."""
+    keys = _compared_keys(expected, actual, bits=tolerance is None)
     if expected.manifest.step != actual.manifest.step:
         return {f"the last checkpoint (step {actual.manifest.step})": float("inf")}, float("inf"), len(keys)
     gaps = {key: _gap(expected, actual, key) for key in keys}
     worst = max(gap for key, gap in gaps.items() if key.is_model)
     allowed = 0.0 if tolerance is None else tolerance * WEIGHT_FACTOR
     return {str(key): gap for key, gap in gaps.items() if gap > allowed}, worst, len(keys)
+
+
+def _compared_keys(expected: Contents, actual: Contents, bits: bool) -> list[StateKey]:
+    """Return the weights and buffers of both checkpoints, and where all bits must be equal, also the state of
+    the optimizer. Those of single groups of workers are left out."""
+    kinds = (StateKind.MODEL, StateKind.OPTIMIZER) if bits else (StateKind.MODEL,)
+    everything = sorted({*expected.tensors, *actual.tensors}, key=str)
+    return [key for key in everything if key.kind in kinds and key.group is None]
 
 
 def _gap(expected_in: Contents, actual_in: Contents, key: StateKey) -> float:

@@ -67,15 +67,14 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
         off += float((received - expected).square().sum())
         size += float(expected.square().sum())
     sums = {f"{name}{_box(where)}": _checksum(gradient) for name, (where, gradient) in gradients.items()}
-    fed_back = any(
-        compressor.settings.how.feedback
-        for part in training.parallel.parts
-        for compressor in part.compressors
-    )
-    in_use = {}
-    if weights is not None:
-        in_use = {name: sorted(checksums) for name, checksums in weights.checksums.items()}
-    return CompressedReport(worker.rank, lost if fed_back else None, off, size, sums, in_use)
+    in_use = {} if weights is None else weights.sorted_checksums()
+    return CompressedReport(worker.rank, lost if _feeds_back(training) else None, off, size, sums, in_use)
+
+
+def _feeds_back(training: Training) -> bool:
+    """Return whether a codec of this device keeps what it leaves out for later steps."""
+    compressors = (compressor for part in training.parallel.parts for compressor in part.compressors)
+    return any(compressor.settings.how.feedback for compressor in compressors)
 
 
 class _WeightsInUse:
@@ -105,6 +104,10 @@ class _WeightsInUse:
 
         unit.register_forward_pre_hook(look)
         unit.register_forward_hook(before_backward)
+
+    def sorted_checksums(self) -> dict[str, list[int]]:
+        """Return the checksums by parameter and slice, in ascending order."""
+        return {name: sorted(checksums) for name, checksums in self.checksums.items()}
 
     def _look(self, pieces: Sequence[UnitPiece], names: Sequence[str], *_: object) -> None:
         for piece, name in zip(pieces, names, strict=True):

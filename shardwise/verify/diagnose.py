@@ -35,8 +35,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from shardwise.files import Json
 from shardwise.verify.rank_reports import (
     HELD_OUT,
     LOAD,
@@ -47,6 +47,8 @@ from shardwise.verify.rank_reports import (
 )
 from shardwise.verify.verdict import EXACT, QuantityError, Verdict
 
+SUMMED_AXES = ("tensor", "context", "data", "replica", "expert")
+"""Axes over which activations or their gradients may be summed."""
 ROUGHLY = 0.4
 """Largest deviation from 1/n at which one of n summands is still recognised. The summands of a gradient have
 similar magnitudes, but they are not equal."""
@@ -58,6 +60,15 @@ MISSING, TWICE, AVERAGED = (
 UNEXPLAINED = "differs in a way that no sum over an axis explains"
 UPDATE = "gradients agree, but not the weights after the update"
 SHARED = "not the layout, which computes what one device computes, but what all share with it:"
+SHARED_PARTS = {
+    "loss": "the forward pass or the loss",
+    "gradient": "the backward pass, or the losses of routers",
+    "gradient norm": "the gradient norm",
+    LOAD: "the loads of experts",
+    "expert imbalance": "the loads of experts",
+}
+"""The part of the shared code that is probably wrong if a quantity is the first that differs, in the order of
+the computation."""
 MICRO_BATCHES = "micro-batches"
 """Key of the number of micro-batches among the sizes of axes. A loss that is divided by that number was
 averaged where it should be summed, just as over an axis."""
@@ -99,27 +110,27 @@ class Diagnosis:
     traced: bool = True
     """Whether modules were compared. They are not where the step already begins with other weights."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the diagnosis as `--json` prints it."""
         return asdict(self)
 
     def sentences(self) -> list[str]:
         """Return the diagnosis as sentences."""
         lines = [] if self.step == 1 else [f"step {self.step} is the first that differs"]
-        if not self.traced:
-            return [*lines, *(_sentence(cause) for cause in self.causes)]
+        modules = self._module_sentences() if self.traced else ()
+        return [*lines, *modules, *(_sentence(cause) for cause in self.causes)]
+
+    def _module_sentences(self) -> Iterator[str]:
+        """Yield where outputs of modules, or their gradients, first differ."""
         if self.forward and not self.forward.called:
-            lines.append(f"forward: {self.forward.module} is not called on {_list_ranks(self.forward.ranks)}")
+            yield f"forward: {self.forward.module} is not called on {_list_ranks(self.forward.ranks)}"
         elif self.forward:
-            lines.append(f"forward: the first output that differs is that of {_where(self.forward)}")
+            yield f"forward: the first output that differs is that of {_where(self.forward)}"
         if self.backward and not self.forward:
-            lines.append(
-                f"backward: outputs agree; the first gradient that differs is that of the output of "
-                f"{_where(self.backward)}"
-            )
+            where = _where(self.backward)
+            yield f"backward: outputs agree; the first gradient that differs is that of the output of {where}"
         if not (self.forward or self.backward):
-            lines.append("the outputs of all modules agree, and so do their gradients")
-        return [*lines, *(_sentence(cause) for cause in self.causes)]
+            yield "the outputs of all modules agree, and so do their gradients"
 
 
 def _where(first: FirstDifference) -> str:
@@ -153,26 +164,34 @@ def diagnose(
     number of micro-batches, and `data` the reference's checksums of sequences.
     """
     step, sizes = verdict.first_step, sizes or {}
-    if any(trace.before for trace in traces):
-        return Diagnosis(None, None, (_update_cause(traces, step),), step, traced=False)
-    forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
-    backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
+    if (update := _update_cause(traces, step)) is not None:
+        return Diagnosis(None, None, (update,), step, traced=False)
+    forward = _first({trace.rank: trace.forward for trace in traces})
+    backward = _first({trace.rank: trace.backward for trace in traces}, last=True)
     causes: Iterable[Cause]
     if other_data := _ranks_with_other_data(reports, data, step):
         ranks = forward.ranks if forward else other_data
         causes = [Cause(f"other rows of data than one device reads in step {step}", None, (), ranks, None)]
     elif forward or backward:
         causes = _activation_causes(forward, backward, traces, sizes)
-    elif failing := [error for error in verdict.failing("gradient") if error.step == step]:
+    elif failing := _failing_in(step, verdict, "gradient"):
         causes = _joined(_as_one_fault(list(_gradient_causes(failing, reports, traces, sizes)), reports))
     else:
         causes = _late_causes(verdict, step, reports)
     return Diagnosis(forward, backward, tuple(causes), step)
 
 
-def _update_cause(traces: Sequence[RankTrace], step: int) -> Cause:
-    """Return the cause where weights differ before a step: the update of the previous step."""
+def _failing_in(step: int, verdict: Verdict, quantity: str) -> list[QuantityError]:
+    """Return the errors of a quantity that are above their limit in a step, the worst first."""
+    return [error for error in verdict.failing(quantity) if error.step == step]
+
+
+def _update_cause(traces: Sequence[RankTrace], step: int) -> Cause | None:
+    """Return the cause where weights differ before a step: the update of the previous step. None if all
+    agree."""
     changed = dict.fromkeys(name for trace in traces for name in trace.before)
+    if not changed:
+        return None
     ranks = tuple(trace.rank for trace in traces if trace.before)
     return Cause(f"{UPDATE} of step {step - 1}", None, tuple(changed), ranks, None)
 
@@ -212,19 +231,15 @@ def _shared_part(failing: Mapping[str, list[str]], step: int) -> tuple[str, list
     update = "the update (learning rate, clipping, AdamW, decay)"
     if step > 1 and (failing["loss"] or failing["gradient"]):
         return f"{update} of step {step - 1}; --steps {step - 1} shows of which weights", []
-    if failing["loss"]:
-        return "the forward pass or the loss", failing["gradient"]
-    if failing["gradient"]:
-        return "the backward pass, or the losses of routers", failing["gradient"]
-    if failing["gradient norm"]:
-        return "the gradient norm", []
-    if failing[LOAD] or failing["expert imbalance"]:
-        return "the loads of experts", []
+    for quantity, part in SHARED_PARTS.items():
+        if failing[quantity]:
+            return part, failing["gradient"]
     names = failing["weight"] + failing["buffer"]
     return "the evaluation" if failing[HELD_OUT] and not names else update, names
 
 
-def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDifference | None:
+def _first(traced: Mapping[int, ModuleDifference | None], last: bool = False) -> FirstDifference | None:
+    by_rank = {rank: difference for rank, difference in traced.items() if difference}
     if not by_rank:
         return None
     position = (max if last else min)(difference.position for difference in by_rank.values())
@@ -246,12 +261,10 @@ def _activation_causes(
     """Yield which sum of an activation, or of its gradient, is wrong, where the numbers tell it."""
     first = forward or backward
     assert first is not None, "something differs"
-    differences = [trace.forward if forward else trace.backward for trace in traces]
-    ratio, exact = _multiple([part for part in differences if part and part.module == first.module])
+    ratio, exact = _multiple(_in_module(first.module, traces, backward=forward is None))
     if ratio is None:
         return
-    names = ("tensor", "context", "data", "replica", "expert")
-    axes = {axis: sizes[axis] for axis in names if sizes.get(axis, 1) > 1}
+    axes = {axis: sizes[axis] for axis in SUMMED_AXES if sizes.get(axis, 1) > 1}
     if exact:
         what, over = _exact_multiple(ratio, axes, sizes)
         yield Cause(what, over, (), first.ranks, ratio)
@@ -259,6 +272,12 @@ def _activation_causes(
     # only: devices that share a sequence add up the gradients of the same token.
     elif not forward and (over := _summand_axes(ratio, axes)):
         yield Cause(f"{MISSING} {over}", over, (), first.ranks, ratio)
+
+
+def _in_module(module: str, traces: Iterable[RankTrace], backward: bool) -> list[ModuleDifference]:
+    """Return the differences that are in the output of this module, or in the gradient of its output."""
+    differences = (trace.backward if backward else trace.forward for trace in traces)
+    return [difference for difference in differences if difference and difference.module == module]
 
 
 def _exact_multiple(
@@ -306,8 +325,7 @@ def _as_one_fault(causes: Sequence[Cause], reports: Sequence[RankReport]) -> Ite
     router. If exactly one sum is missing for other parameters on the same ranks, and this parameter takes
     part in that sum too, then it has the same fault.
     """
-    known = [cause for cause in causes if cause.axis is not None and cause.what.startswith(MISSING)]
-    missing = {cause.axis: cause.what for cause in known}
+    missing = _missing_sums(causes)
     ranks = {cause.ranks for cause in causes if cause.axis in missing}
     for cause in causes:
         unexplained = cause.what == UNEXPLAINED and cause.ranks in ranks
@@ -315,6 +333,11 @@ def _as_one_fault(causes: Sequence[Cause], reports: Sequence[RankReport]) -> Ite
             ((axis, what),) = missing.items()
             cause = replace(cause, what=what, axis=axis)
         yield cause
+
+
+def _missing_sums(causes: Iterable[Cause]) -> dict[str, str]:
+    """Return, by axis, the causes that are a missing sum over that axis, in words."""
+    return {cause.axis: cause.what for cause in causes if cause.axis and cause.what.startswith(MISSING)}
 
 
 def _summed_axes(cause: Cause, reports: Sequence[RankReport]) -> set[str]:
@@ -378,44 +401,67 @@ class _GradientCopies:
             for b in self.slices
             if a < b and self._differ(self.slices[a], self.slices[b])
         ]
-        fewest = min((len(self._between(a, b)) for a, b in pairs), default=0)
-        return {axis for a, b in pairs for axis in self._between(a, b) if len(self._between(a, b)) == fewest}
+        return _fewest_axes([_axes_between(self.coordinates[a], self.coordinates[b]) for a, b in pairs])
 
     def _differ(self, a: SliceComparison, b: SliceComparison) -> bool:
         return a.box == b.box and abs(a.product - b.product) > 1e-9 * max(a.reference, abs(a.product), 1e-300)
 
-    def _between(self, a: int, b: int) -> list[str]:
-        first, second = self.coordinates[a], self.coordinates[b]
-        return [axis for axis in first if first[axis] != second[axis] and axis != "expert"]
+
+def _axes_between(first: Mapping[str, int], second: Mapping[str, int]) -> list[str]:
+    """Return the axes on which the coordinates of two ranks differ."""
+    return [axis for axis in first if first[axis] != second[axis] and axis != "expert"]
+
+
+def _fewest_axes(between: Sequence[list[str]]) -> set[str]:
+    """Return all axes of the pairs of ranks that differ on the fewest axes."""
+    fewest = min(map(len, between), default=0)
+    return {axis for axes in between for axis in axes if len(axes) == fewest}
 
 
 def _cause(
     error: QuantityError, copies: _GradientCopies, summed: Sequence[str], sizes: Mapping[str, int]
 ) -> Cause:
+    """Return the probable cause of the wrong gradient of one parameter.
+
+    The copies of its gradient add up to the reference over the axes `summed`.
+    """
     ratio, exact = copies.ratio()
-
-    def cause(what: str, axis: str | None = None) -> Cause:
-        return Cause(f"{what} {axis}" if axis else what, axis, (error.parameter,), error.ranks, ratio)
-
-    # This comes before the next question, because averages add up to the reference too.
-    if ratio is not None and exact and (averaged := _divided_by(ratio, copies.reductions, sizes)):
-        return cause(AVERAGED, " or ".join(averaged))
-    if summed:
-        return cause(MISSING, summed[0])
+    axis: str | None
     if ratio is not None and exact:
-        for axis, size in copies.reductions.items():
-            if math.isclose(ratio, size, rel_tol=EXACT):
-                return cause(TWICE, axis)
-        return cause(f"scaled by {ratio:.6g}")
+        what, axis = _exact_fault(ratio, copies.reductions, summed, sizes)
+    elif summed:
+        what, axis = MISSING, summed[0]
+    else:
+        axis = _axis_of_summand(ratio, copies)
+        what = MISSING if axis else UNEXPLAINED
+    return Cause(f"{what} {axis}" if axis else what, axis, (error.parameter,), error.ranks, ratio)
+
+
+def _exact_fault(
+    ratio: float, reductions: Mapping[str, int], summed: Sequence[str], sizes: Mapping[str, int]
+) -> tuple[str, str | None]:
+    """Return what made a gradient an exact multiple of the reference, and over which axis if one fits."""
+    # This comes before the next question, because averages add up to the reference too.
+    if averaged := _divided_by(ratio, reductions, sizes):
+        return AVERAGED, " or ".join(averaged)
+    if summed:
+        return MISSING, summed[0]
+    twice = [axis for axis, size in reductions.items() if math.isclose(ratio, size, rel_tol=EXACT)]
+    return (TWICE, twice[0]) if twice else (f"scaled by {ratio:.6g}", None)
+
+
+def _axis_of_summand(ratio: float | None, copies: _GradientCopies) -> str | None:
+    """Return the axis over which a gradient seems to be a single summand: copies differ along it, or have
+    about the size of one summand."""
     unequal = copies.unequal_axes()
     for axis in copies.reductions:
         if unequal & _members(axis):
-            return cause(MISSING, axis)
+            return axis
     if ratio is not None:
         for axis, size in copies.reductions.items():
             if abs(ratio * size - 1) < ROUGHLY:
-                return cause(MISSING, axis)
-    return cause(UNEXPLAINED)
+                return axis
+    return None
 
 
 def _members(axis: str) -> set[str]:
@@ -432,16 +478,23 @@ def _late_causes(verdict: Verdict, first: int, reports: Sequence[RankReport]) ->
 
     Weights, buffers and the held-out loss are compared once, after the last step.
     """
-    for error in [*verdict.failing("loss"), *verdict.failing("gradient norm")]:
-        if error.step == first:
-            axes = _axes_of(error.ranks, reports)
-            what = f"gradients agree, but not the {error.quantity}"
-            what = f"{what}: {MISSING} {axes}" if axes else what
-            yield Cause(what, axes, (), error.ranks, None)
-            return
-    if loads := [error for error in verdict.failing(LOAD) if error.step == first]:
+    if numbers := _failing_in(first, verdict, "loss") or _failing_in(first, verdict, "gradient norm"):
+        yield _number_cause(numbers[0], reports)
+    elif loads := _failing_in(first, verdict, LOAD):
         yield from _joined(_sum_cause(error, reports) for error in loads)
-        return
+    else:
+        yield from _causes_at_the_end(verdict, reports)
+
+
+def _number_cause(error: QuantityError, reports: Sequence[RankReport]) -> Cause:
+    """Return the cause for a wrong loss or gradient norm where all gradients agree."""
+    axes = _axes_of(error.ranks, reports)
+    what = f"gradients agree, but not the {error.quantity}"
+    return Cause(f"{what}: {MISSING} {axes}" if axes else what, axes, (), error.ranks, None)
+
+
+def _causes_at_the_end(verdict: Verdict, reports: Sequence[RankReport]) -> Iterator[Cause]:
+    """Yield the causes where only weights, buffers or the held-out loss differ."""
     if all(error.quantity == HELD_OUT for error in verdict.failing()):
         yield from (_sum_cause(error, reports) for error in verdict.failing())
     if weights := verdict.failing("weight"):
@@ -468,10 +521,5 @@ def _axes_of(bad: Sequence[int], reports: Sequence[RankReport]) -> str | None:
     """Return the axes along which correct and wrong ranks are neighbours."""
     coordinates = {report.rank: report.coordinates for report in reports}
     good = [rank for rank in coordinates if rank not in bad]
-    between = [
-        [axis for axis in coordinates[a] if axis != "expert" and coordinates[a][axis] != coordinates[b][axis]]
-        for a in bad
-        for b in good
-    ]
-    fewest = min(map(len, between), default=0)
-    return " or ".join(sorted({axis for axes in between for axis in axes if len(axes) == fewest})) or None
+    between = [_axes_between(coordinates[a], coordinates[b]) for a in bad for b in good]
+    return " or ".join(sorted(_fewest_axes(between))) or None

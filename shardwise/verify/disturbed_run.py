@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
+from shardwise.files import Json
 from shardwise.observe import newest, read_events, read_metrics
+from shardwise.observe.records import Record
 from shardwise.plurals import counted
 from shardwise.resilience.stopping import RESUME_ME
 from shardwise.verify.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
@@ -30,6 +32,8 @@ PATIENCE_SECONDS = 120.0
 """Least number of seconds to wait for a recovery."""
 BEGIN = ("start", "resume")
 """Names of the events with which workers begin to train."""
+
+_Result = TypeVar("_Result")
 
 
 class DrillProgress(Protocol):
@@ -52,9 +56,9 @@ class SurvivedFault:
     seconds_to_recover: float
     steps_lost: int
     happened: str
-    more: dict[str, Any] = field(default_factory=dict)
+    more: Json = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the fault as the command prints it."""
         fields = asdict(self)
         more = fields.pop("more")
@@ -145,17 +149,17 @@ class DisturbedRun:
 
     # Waiting
 
-    def _events(self) -> list[dict[str, Any]]:
+    def _events(self) -> list[Record]:
         events = read_events(self.folder)
         return list(events) if events.path.is_file() else []
 
     def _wait(
         self,
-        condition: Callable[[], Any],
+        condition: Callable[[], _Result | None],
         complaint: str,
         ended_well: bool = False,
         seconds: float | None = None,
-    ) -> Any:
+    ) -> _Result:
         """Wait until the condition returns a true value, and return that value.
 
         The run must not end while waiting, unless `ended_well` is set.
@@ -188,9 +192,7 @@ class DisturbedRun:
         status = [code for code in self.commands.statuses() if code]
         return f"the command ended with status {status[0]}:\n{self.commands.log_tail()}" if status else None
 
-    def _resumed(
-        self, events_before: int, world: int | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def _resumed(self, events_before: int, world: int | None = None) -> tuple[Record, Record] | None:
         """Return the newest event with which training began since then, and the record of the first step
         after it; None if there is none yet."""
         begun = [event for event in self._events()[events_before:] if event["event"] in BEGIN]
@@ -241,7 +243,7 @@ class DisturbedRun:
             kind, step, rank, record["time"] - at, lost, f"{happened}; on from step {from_step}", more
         )
 
-    def _cost(self, step: int, begun: dict[str, Any], before: int) -> tuple[int, int]:
+    def _cost(self, step: int, begun: Record, before: int) -> tuple[int, int]:
         """Return the step that the run resumed from, and the number of steps that it lost.
 
         Both come from the recovery event where there is one, and from what was observed otherwise.
@@ -301,7 +303,7 @@ class DisturbedRun:
         more = {"save_failed": failed["step"], "saved": saved["step"]}
         return SurvivedFault("full", step, rank, seconds, 0, happened, more)
 
-    def _event(self, name: str, before: int, after: int = -1) -> dict[str, Any] | None:
+    def _event(self, name: str, before: int, after: int = -1) -> Record | None:
         """Return the last event of this name since then that belongs to a step later than `after`."""
         events = [
             event

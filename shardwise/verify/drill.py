@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwise.config import Config
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
+from shardwise.files import Json
 from shardwise.locks import take_lock
 from shardwise.mesh import local_gpus
 from shardwise.observe import newest, read_metrics
@@ -64,7 +64,7 @@ class DrillResult:
     """All faults that the run recorded, if it recorded more than the drill injected."""
     comparison: RunComparison | None
     layout_changed: bool
-    changed: dict[str, Any]
+    changed: Json
     """Settings that the drill changed in the job."""
     workers: int
     baseline: Baseline
@@ -81,7 +81,7 @@ class DrillResult:
         """Time of the undisturbed steps over the time of the same steps with faults."""
         return self.baseline.training / self.drilled_seconds
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as the command prints it."""
         same = self.comparison
         return {
@@ -149,26 +149,20 @@ def drill(
         )
 
 
-def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, Any]]:
+def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, Json]:
     """Return the job as the drill runs it, and the settings that it changes, to be shown.
 
     The loss of a host changes the layout, and with it the order of sums; so does a driver that gives a device
     other rows. In float32, training makes the rounding errors grow until they look like a fault (1.4e-3 of a
     loss was seen). In float64 the same growth ends hundreds of times below the tolerance.
     """
-    checkpoint: dict[str, Any] = {}
-    if not config.checkpoint.every:
-        checkpoint["every"] = max(1, config.train.steps // 12)
-    if config.checkpoint.folder is not None:
-        checkpoint["folder"] = None
-    if config.checkpoint.resume != "auto":
-        checkpoint["resume"] = "auto"
+    checkpoint = _checkpoint_settings(config)
     observe = {"sample": None, "wandb": None, "tensorboard": False, "trace": 0}
-    settings = {
+    settings: Json = {
         f"checkpoint.{key}": value if value is not None else "checkpoints in its run folders"
         for key, value in checkpoint.items()
     }
-    train: dict[str, Any] = {}
+    train: Json = {}
     if local_gpus() and not config.train.deterministic:  # the two runs must be equal to the bit
         train["deterministic"] = settings["train.deterministic"] = True
     if ("lose" in kinds or driver_of(config).varies_rows) and config.train.precision == "float32":
@@ -180,6 +174,18 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
         "observe": config.observe.model_copy(update=observe),
     }
     return config.model_copy(update=update), settings
+
+
+def _checkpoint_settings(config: Config) -> Json:
+    """Return the settings with which a run saves often enough, in its own folder, and resumes by itself."""
+    checkpoint: Json = {}
+    if not config.checkpoint.every:
+        checkpoint["every"] = max(1, config.train.steps // 12)
+    if config.checkpoint.folder is not None:
+        checkpoint["folder"] = None
+    if config.checkpoint.resume != "auto":
+        checkpoint["resume"] = "auto"
+    return checkpoint
 
 
 def _check(config: Config, workers: int, kinds: Sequence[Kind]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ from torch import Tensor
 
 from shardwise.config import Config, Model, Train
 from shardwise.errors import UserError
+from shardwise.files import Json
 
-Array = NDArray[Any]
+Array = NDArray[np.int64 | np.bool_]
 State = dict[str, Tensor]
 Rows = tuple[Tensor, Tensor, Tensor]
 """Inputs, targets (-100 means none) and document numbers, each of shape (sequences, length)."""
@@ -83,6 +84,19 @@ def check_known(config: Config) -> None:
 # -- data: which tokens a step reads -------------------------------------------------------------------------
 
 
+class _Shard(TypedDict):
+    file: str
+
+
+class _Index(TypedDict):
+    """The fields of index.json that are read here."""
+
+    dtype: str
+    shards: list[_Shard]
+    end: int
+    holds_answers: NotRequired[bool]
+
+
 @dataclass(frozen=True)
 class Text:
     """A folder of prepared data (data/shards.py defines the format), read as one sequence of tokens."""
@@ -90,9 +104,9 @@ class Text:
     folder: Path
 
     @cached_property
-    def index(self) -> dict[str, Any]:
+    def index(self) -> _Index:
         """The contents of the folder's index file."""
-        index: dict[str, Any] = json.loads((self.folder / "index.json").read_text())
+        index: _Index = json.loads((self.folder / "index.json").read_text())
         return index
 
     @cached_property
@@ -303,12 +317,7 @@ class Forward:
         """Return the cross-entropy, summed over all targets."""
         inputs, targets, documents = rows
         model, state, length = self.model, self.state, inputs.shape[1]
-        x = state["embedding.weight"][inputs]
-        if model.scaled_embedding:
-            x = x * model.hidden**0.5
-        if model.positions == "learned":  # counted from the first token of a document
-            firsts = (documents[:, :, None] == documents[:, None, :]).int().argmax(-1)
-            x = x + state["positions.weight"][torch.arange(length) - firsts]
+        x = self._embed(inputs, documents)
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         seen = causal & (documents[:, :, None] == documents[:, None, :])  # (sequences, from, to)
         near = seen if model.window is None else seen & ~causal.tril(-model.window)
@@ -323,6 +332,16 @@ class Forward:
         logits = _softcapped(logits, model.logit_softcap)
         chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return ((logits.logsumexp(-1) - chosen) * (targets != -100)).sum()
+
+    def _embed(self, inputs: Tensor, documents: Tensor) -> Tensor:
+        """Return the embeddings of the tokens, with those of their positions where positions are learned."""
+        x = self.state["embedding.weight"][inputs]
+        if self.model.scaled_embedding:
+            x = x * self.model.hidden**0.5
+        if self.model.positions == "learned":  # counted from the first token of a document
+            firsts = (documents[:, :, None] == documents[:, None, :]).int().argmax(-1)
+            x = x + self.state["positions.weight"][torch.arange(inputs.shape[1]) - firsts]
+        return x
 
     def _norm(self, name: str, x: Tensor, kind: str | None = None) -> Tensor:
         """Apply RMSNorm (Zhang and Sennrich 2019), LayerNorm (Ba et al. 2016), or RMSNorm with one added to
@@ -448,7 +467,7 @@ def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer
     decay."""
     decayed = [weight for name, weight in weights.items() if weight.ndim >= 2 and name not in _TABLES]
     rest = [weight for name, weight in weights.items() if weight.ndim < 2 or name in _TABLES]
-    groups: list[dict[str, Any]] = [
+    groups: list[Json] = [
         {"params": decayed, "weight_decay": config.optimizer.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]

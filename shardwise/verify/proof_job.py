@@ -14,14 +14,15 @@ device. And the evaluation reads one row more than a global batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.config import Config, Layout, fewest_devices, with_dividing_backward_shards
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
+from shardwise.files import Json
 from shardwise.plan import ModelSpec, Plan, choose
-from shardwise.verify.shrink import shrink
+from shardwise.verify.shrink import Changes, shrink
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -92,7 +93,7 @@ class ProofJob:
         return replace(self, config=config, plan=plan, dtype=dtype)
 
 
-def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
+def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, Changes | None]:
     """Return the job of the proof, and the (before, after) values by key of what was shrunk; None if nothing
     was."""
     driver = driver_of(config)
@@ -153,7 +154,7 @@ def smallest_data(layout: Layout) -> int:
     return max(fewest_devices(layout) // layout.fixed, 2 if layout.fixed == 1 else 1)
 
 
-def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
+def _train(config: Config, steps: int, dtype: Dtype) -> Json:
     train = config.train
     float8 = train.precision == "float8"
     state = train.state_dtype if dtype == "bfloat16" and train.state_dtype == "bfloat16" else "auto"

@@ -20,13 +20,13 @@ kinds. Held-out rows are mixed in the same way.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data import Dataset, Rows
 from shardwise.data.dataset import IGNORED, rows_of
+from shardwise.files import Json
 from shardwise.plan.chunks import largest_part
 from shardwise.verify.proof_job import ProofJob
 
@@ -143,7 +143,7 @@ class Reached:
     """For each mixture of experts, the experts that no token chose in any step."""
     experts: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return these numbers as `--json` prints them."""
         return asdict(self)
 

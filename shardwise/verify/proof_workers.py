@@ -89,14 +89,14 @@ class Workers:
     ) -> None:
         self._end()
 
-    def run(self, task: str, *arguments: Any, on: int | None = None) -> list[Any]:
+    def run(self, task: str, *arguments: object, on: int | None = None) -> list[Any]:
         """Run a task on the first `on` workers (default: all) as one world, and return their results in rank
         order."""
         chosen = self._started[:on]
         port = free_port()
         for process in chosen:
             process.pipe.send((task, arguments, len(chosen), port, self.seconds))
-        answers: dict[int, Any] = {}
+        answers: dict[int, object] = {}
         deadline, waiting = time.monotonic() + self.seconds, list(chosen)
         while waiting:
             answering = wait_for_messages(waiting, deadline - time.monotonic())
@@ -157,7 +157,7 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
         pipe.send(answer)
 
 
-def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[Any]) -> Any:
+def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[object]) -> object:
     """Run a task, and return its result or a description of its failure."""
     from shardwise.mesh import leave
 

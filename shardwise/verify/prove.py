@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.errors import UserError
+from shardwise.files import Json
 from shardwise.plurals import counted
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.proof_rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.proof_workers import Workers
 from shardwise.verify.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
+from shardwise.verify.shrink import Changes
 from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 
 REFER, COMPARE = (
@@ -50,7 +51,7 @@ class ProofResult:
     """The result of a proof."""
 
     proof: ProofJob
-    shrunk: dict[str, Any] | None
+    shrunk: Changes | None
     verdict: Verdict
     reference: Reference
     reports: list[RankReport]
@@ -61,7 +62,7 @@ class ProofResult:
     compressed: tuple[CompressedVerdict, ...] = ()
 
     @property
-    def sabotaged(self) -> dict[str, Any] | None:
+    def sabotaged(self) -> Json | None:
         """Description of the fault that was injected on purpose; None if there was none."""
         return next((report.sabotaged for report in self.reports if report.sabotaged), None)
 
@@ -70,15 +71,13 @@ class ProofResult:
         """Whether a fault was injected on purpose and the proof still passes."""
         return self.sabotaged is not None and self.verdict.passes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the result as `--json` prints it."""
         proof, verdict = self.proof, self.verdict
         rows = [error.to_json(proof.dtype) for error in verdict.errors]
         parameters = [row for row in rows if row["parameter"]]
-        shown = ("relative_error", "rounding_units", "step", "ranks")
-        numbers = {row["quantity"]: {key: row[key] for key in shown} for row in rows if not row["parameter"]}
+        numbers = _errors_of_numbers(rows)
         parallel = self._parallel_losses()
-        worst = verdict.errors[0].to_json(proof.dtype)
         return {
             "pass": verdict.passes,
             "layout": proof.plan.layout.model_dump(),
@@ -95,7 +94,7 @@ class ProofResult:
             },
             "gradient_norm": {"reference": self.reference.norms, **numbers["gradient norm"]},
             "held_out_loss": numbers.get(HELD_OUT),
-            "worst": worst,
+            "worst": rows[0],
             "faults": list(verdict.faults),
             "parameters": parameters,
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
@@ -114,6 +113,12 @@ class ProofResult:
             max(losses, key=lambda loss: abs(loss - reference))
             for losses, reference in zip(by_step, self.reference.losses, strict=True)
         ]
+
+
+def _errors_of_numbers(rows: Sequence[Json]) -> dict[object, Json]:
+    """Return, by quantity, the errors of quantities that belong to no parameter."""
+    shown = ("relative_error", "rounding_units", "step", "ranks")
+    return {row["quantity"]: {key: row[key] for key in shown} for row in rows if not row["parameter"]}
 
 
 def prove(
@@ -142,34 +147,48 @@ def prove(
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
     proof = _with_ids_of_module(proof, dataset)
     with Workers(proof.world) if workers is None else nullcontext(workers) as workers:
-        say(f"{counted(steps, 'step')} {'in plain torch' if against == 'plain' else 'on one device'}")
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
-        refer = REFER_PLAIN if against == "plain" else REFER
-        (reference,) = workers.run(refer, proof.on_one_device("float64"), path, on=1)
-        cost = None
-        if dtype != "float64":
-            say(f"{counted(steps, 'step')} on one device in {dtype}, for the cost of rounding")
-            (cost,) = workers.run(COMPARE, proof.on_one_device(dtype), path, reference, on=1)
+        reference, cost = _references(workers, proof, path, against, say)
         say(f"{counted(steps, 'step')} on {counted(proof.world, 'process')}")
         reports = workers.run(COMPARE, proof, path, reference, sabotage, on=proof.world)
         verdict = judge(reports, reference, cost, dtype)
-        diagnosis = None
+        diagnosis, compressed = None, tuple[CompressedVerdict, ...]()
         if not verdict.passes:
             search = _Search(workers, proof, sabotage, say)
             localise = search.in_shared if against == "plain" else search.in_layout
             diagnosis = localise(verdict, reference, reports)
-        if verdict.passes and sabotage is None and against == "one-device":
-            verdict = replace(verdict, faults=tuple(_wrong_sums(workers, proof, say)))
-        compressed: tuple[CompressedVerdict, ...] = ()
-        if verdict.passes and sabotage is None:
-            compressed = tuple(_compressed_steps(workers, proof, path, reference, say))
-            faults = (fault for step in compressed for fault in step.faults)
-            verdict = replace(verdict, faults=(*verdict.faults, *faults))
+        elif sabotage is None:
+            faults = _wrong_sums(workers, proof, say) if against == "one-device" else ()
+            verdict = replace(verdict, faults=tuple(faults))
+            if verdict.passes:
+                compressed = tuple(_compressed_steps(workers, proof, path, reference, say))
+                verdict = replace(verdict, faults=_faults(compressed))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     seconds = time.monotonic() - started
     return ProofResult(
         proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, compressed
     )
+
+
+def _references(
+    workers: Workers, proof: ProofJob, path: Path, against: Against, say: Callable[[str], None]
+) -> tuple[Reference, RankReport | None]:
+    """Write the reference to a file. Return its numbers, and the errors of one device in the dtype of the
+    proof (None in float64)."""
+    steps, plain = counted(proof.steps, "step"), against == "plain"
+    say(f"{steps} {'in plain torch' if plain else 'on one device'}")
+    refer = REFER_PLAIN if plain else REFER
+    (reference,) = workers.run(refer, proof.on_one_device("float64"), path, on=1)
+    if proof.dtype == "float64":
+        return reference, None
+    say(f"{steps} on one device in {proof.dtype}, for the cost of rounding")
+    (cost,) = workers.run(COMPARE, proof.on_one_device(proof.dtype), path, reference, on=1)
+    return reference, cost
+
+
+def _faults(compressed: Sequence[CompressedVerdict]) -> tuple[str, ...]:
+    """Return the faults of all steps with compression."""
+    return tuple(fault for step in compressed for fault in step.faults)
 
 
 def _compressed_steps(

@@ -4,7 +4,8 @@ torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from shardwise.files import Json
 
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: its begin and end in each dim."""
@@ -47,7 +48,7 @@ class RankReport:
     """Names of the parameters that received no gradient."""
     reductions: dict[str, dict[str, int]]
     """For each parameter, the names and sizes of the axes over which its gradient is summed."""
-    sabotaged: dict[str, Any] | None = None
+    sabotaged: Json | None = None
     frozen: dict[str, bool] = field(default_factory=dict)
     """For each parameter that is not trained, whether this rank's slice equals to the bit what one device
     began and ended with."""

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.comm import Comm, CountedReduceScatter
 from shardwise.data.batches import Batch
+from shardwise.files import Json
 from shardwise.models.experts import Routing
 from shardwise.optim import local
 from shardwise.parallel.data import Replicated, Sharded
@@ -36,7 +37,7 @@ from shardwise.plan import COPIES
 from shardwise.train.build import Training
 from shardwise.verify.proof_job import SCALE, Sabotage
 
-Description = dict[str, Any]
+Description = Json
 """What was broken and where, so that people can compare it with what the proof found."""
 
 
@@ -118,7 +119,7 @@ class _LocalSummand(CountedReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         size, summand = output_tensor.numel(), input_tensor.clone().flatten()

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shardwise.config import (
     AXES,
@@ -38,12 +38,13 @@ from shardwise.config import (
 )
 from shardwise.config.layout_rules import heads_divide_over_context, splits_evenly, splits_or_repeats
 from shardwise.config.parameters import count
+from shardwise.files import Json
 from shardwise.plan import flops_per_token, micro_batch_size
 from shardwise.verify.random_text import can_use_own_data, with_random_text
 
 Properties = tuple[bool, ...]
 """Yes-or-no statements about a job, the most important first."""
-Changes = dict[str, tuple[Any, Any]]
+Changes = dict[str, tuple[object, object]]
 """By "section.key", the value before and the value after."""
 
 MAX_DEVICES = 16
@@ -130,7 +131,7 @@ def _checked(config: Config) -> Config:
     return from_tables(tables, "the shrunk job")
 
 
-def _changed(config: Config, section: str, values: dict[str, Any]) -> Config:
+def _changed(config: Config, section: str, values: Json) -> Config:
     table = getattr(config, section)
     return config.model_copy(update={section: type(table).model_validate({**table.model_dump(), **values})})
 
@@ -139,7 +140,7 @@ def _closest(
     candidates: Iterable[_Value],
     properties: Callable[[_Value], Properties],
     wanted: Properties,
-    cost: Callable[[_Value], Any] = lambda value: value,
+    cost: Callable[[_Value], object] = lambda value: value,
 ) -> _Value:
     """Return the cheapest of the candidates whose properties are closest to the wanted ones."""
     return min(candidates, key=lambda candidate: (_missed(properties(candidate), wanted), cost(candidate)))
@@ -339,7 +340,7 @@ def _cut_by_hand(blocks: tuple[int, ...], stages: int) -> tuple[int, ...]:
     return (*ranked[:-1], ranked[-1] + 1) if flattened else ranked
 
 
-def _batch(train: Train, layout: Layout, smaller: Layout) -> dict[str, Any]:
+def _batch(train: Train, layout: Layout, smaller: Layout) -> Json:
     """Return a batch of one or two sequences per micro-batch, and of as few micro-batches as keep their
     relation to the length of the pipeline."""
     sized = train.micro_batch is not None

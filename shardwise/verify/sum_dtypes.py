@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch import DispatchMode
+from shardwise._torch import DispatchMode, Operator
 from shardwise.comm import gloo
 from shardwise.mesh import Worker, host_memory_group
 from shardwise.parallel import ring
@@ -52,7 +52,13 @@ class SumRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.short: dict[ShortSum, None] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is ring.RING:  # our own operator, which takes sums inside
             with self:
                 return ring.ring_forward(*args, **(kwargs or {}))

@@ -99,12 +99,14 @@ def _tensors(output: object, has_weights: bool) -> Iterator[Tensor]:
     parts = output if isinstance(output, tuple | list) else (output,)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if has_weights or any(part.requires_grad for part in tensors):
-        of_weights = (part.requires_grad or (has_weights and part.is_floating_point()) for part in tensors)
         yield from (
-            part
-            for part, depends in zip(tensors, of_weights, strict=True)
-            if depends or part.dtype == torch.int64
+            part for part in tensors if part.dtype == torch.int64 or _is_of_weights(part, has_weights)
         )
+
+
+def _is_of_weights(part: Tensor, has_weights: bool) -> bool:
+    """Return whether a part of the output of a module depends on weights."""
+    return part.requires_grad or (has_weights and part.is_floating_point())
 
 
 def write_reference_trace(worker: Worker, proof: ProofJob, path: Path, step: int) -> None:
@@ -256,21 +258,26 @@ class ReferenceSlicer:
         splits it. Return None if the part is unclear."""
         if path in self.skipped or call >= len(self.micro_batches):
             return None
-        if actual.ndim < 2 or reference.ndim != actual.ndim:
-            return None
         rows = self.micro_batches[call]
-        if actual.ndim == 2:  # (tokens, features)
-            if actual.shape[0] % len(rows) or reference.shape[0] % self.length:
-                return None
-            actual = actual.view(len(rows), -1, actual.shape[1])
-            reference = reference.view(-1, self.length, reference.shape[1])
+        by_sequence = self._by_sequence(reference, actual, len(rows))
+        if by_sequence is None:
+            return None
+        reference, actual = by_sequence
         part, sequence = reference[rows.start : rows.stop], 2 if matches(self.mixing, path) else 1
         part, split = self._of_sequence(part, sequence, actual.shape[sequence])
-        for dim in range(1, actual.ndim):
-            if dim != sequence and part.shape[dim] != actual.shape[dim]:
-                part, in_full = self._of_features(part, dim, actual.shape[dim])
-                split = split or in_full
-        return (part, actual, split or self.tensor == 1) if part.shape == actual.shape else None
+        part, in_full = self._of_other_dims(part, sequence, actual)
+        return (part, actual, split or in_full or self.tensor == 1) if part.shape == actual.shape else None
+
+    def _by_sequence(self, reference: Tensor, actual: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
+        """Return both tensors with sequences as their first dim, or None if they have no such dim."""
+        if actual.ndim < 2 or reference.ndim != actual.ndim:
+            return None
+        if actual.ndim > 2:
+            return reference, actual
+        if actual.shape[0] % rows or reference.shape[0] % self.length:  # (tokens, features)
+            return None
+        whole = reference.view(-1, self.length, reference.shape[1])
+        return whole, actual.view(rows, -1, actual.shape[1])
 
     def _of_sequence(self, part: Tensor, dim: int, actual_size: int) -> tuple[Tensor, bool]:
         """Return this rank's part of the tokens of a sequence, and whether `tensor` splits them."""
@@ -280,6 +287,15 @@ class ReferenceSlicer:
         if actual_size == part.shape[dim] or self.tensor == 1:
             return part, False
         return part.chunk(self.tensor, dim)[self.coordinate], True
+
+    def _of_other_dims(self, part: Tensor, sequence: int, actual: Tensor) -> tuple[Tensor, bool]:
+        """Return this rank's part of the dims of features, and whether each device has a part of its own."""
+        split = False
+        for dim in range(1, actual.ndim):
+            if dim != sequence and part.shape[dim] != actual.shape[dim]:
+                part, in_full = self._of_features(part, dim, actual.shape[dim])
+                split = split or in_full
+        return part, split
 
     def _of_features(self, part: Tensor, dim: int, actual_size: int) -> tuple[Tensor, bool]:
         """Return this rank's part of a dim that `tensor` splits, and whether each device has a part of its

@@ -23,9 +23,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardwise.config import Layout
+from shardwise.files import Json
 from shardwise.verify.proof_job import ALLOWANCE, ROUNDING, Dtype
 from shardwise.verify.rank_reports import Box, CompressedReport, Key, RankReport, Reference
 
@@ -58,7 +58,7 @@ class QuantityError:
         """Whether the error is at most the limit. NaN never passes."""
         return self.relative_error <= self.limit
 
-    def to_json(self, dtype: Dtype) -> dict[str, Any]:
+    def to_json(self, dtype: Dtype) -> Json:
         """Return the error as `--json` prints it."""
         cost = {} if self.rounding_cost is None else {"rounding_cost": self.rounding_cost}
         return {
