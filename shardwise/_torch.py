@@ -10,7 +10,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -149,7 +149,7 @@ def lock_progress_bars_among_threads() -> None:
     The compiler uses a hidden progress bar while it walks a graph. By default tqdm locks bars between
     processes, with a semaphore that Python reports as leaked when a worker exits at once.
     """
-    bar: Any = getattr(torch.hub, "tqdm", None)
+    bar: object = getattr(torch.hub, "tqdm", None)
     if hasattr(bar, "set_lock"):  # it has none if tqdm is not installed
         bar.set_lock(threading.RLock())
 
@@ -207,7 +207,10 @@ def inside_backward() -> bool:
 
 
 def pipeline_runtime(
-    stages: list[Any], micro_batches: int, loss: Callable[[Any, Any], Any], actions: dict[int, list[str]]
+    stages: Sequence[object],
+    micro_batches: int,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    actions: dict[int, list[str]],
 ) -> Any:
     """Return torch's executor of a list of pipeline actions. It adds the sends and receives itself.
 

@@ -24,7 +24,7 @@ import os
 import stat
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +57,8 @@ _SEAL = b',\n "crc32": '
 T = TypeVar("T")
 Json = dict[str, object]
 """A JSON object or a TOML table whose values are not checked yet."""
+Place = tuple["Place", object] | tuple[()]
+"""Where a value is: the place of the table that contains it, and its key there."""
 
 
 def read_bytes(path: Path, advice: str = "") -> bytes:
@@ -155,18 +157,16 @@ def parse_toml(content: bytes, source: str | Path, advice: str = "") -> dict[str
 def parse_as(schema: type[T], content: bytes, source: str | Path, advice: str = "") -> T:
     """Return the value of a JSON text as a type that pydantic knows. An error names the first wrong value."""
     parse_json(content, source, advice)
-    value: T = _as(schema, lambda adapter: adapter.validate_json(content), source, advice)
-    return value
+    return _as(schema, lambda adapter: adapter.validate_json(content), source, advice)
 
 
 def parse_toml_as(schema: type[T], content: bytes, source: str | Path, advice: str = "") -> T:
     """Return the value of a TOML text as a type that pydantic knows. An error names the first wrong value."""
     tables = parse_toml(content, source, advice)
-    value: T = _as(schema, lambda adapter: adapter.validate_python(tables), source, advice)
-    return value
+    return _as(schema, lambda adapter: adapter.validate_python(tables), source, advice)
 
 
-def _as(schema: Any, validate: Callable[[TypeAdapter[Any]], Any], source: str | Path, advice: str) -> Any:
+def _as(schema: Any, validate: Callable[[TypeAdapter[T]], T], source: str | Path, advice: str) -> T:
     try:
         return validate(_adapter(schema))
     except ValidationError as error:
@@ -182,7 +182,7 @@ def first_problem(error: ValidationError) -> str:
     return f"{key}{value}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
-def seal(values: Mapping[str, Any]) -> bytes:
+def seal(values: Mapping[str, object]) -> bytes:
     """Return the values as JSON whose last key is the CRC-32 of everything before it."""
     body = json.dumps(values, indent=1).encode().removesuffix(b"\n}")
     return body + _end_of(body)
@@ -281,19 +281,20 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
 
 
-def _bounded(value: Any, source: str | Path, advice: str, bits: int) -> Any:
+def _bounded(value: T, source: str | Path, advice: str, bits: int) -> T:
     """Return the value if all its parts are within the limits. Numbers have at most `bits` bits and a
     sign.
     """
     # Each entry is an item, its place as (place of the container, key), and its depth.
-    pending: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 0)]
+    pending: list[tuple[object, Place, int]] = [(value, (), 0)]
     while pending:
         item, place, depth = pending.pop()
-        kind = type(item)
-        if kind is dict or kind is list:
+        if isinstance(item, dict | list):
             if depth == MAX_DEPTH:
                 _refuse(source, f"is nested more than {MAX_DEPTH} times", advice)
-            entries = item.items() if kind is dict else enumerate(item)
+            entries: Iterable[tuple[object, object]] = (
+                item.items() if isinstance(item, dict) else enumerate(item)
+            )
             pending += [(part, (place, key), depth + 1) for key, part in entries]
         reason = _wrong_item(item, bits)
         if reason:
@@ -301,19 +302,22 @@ def _bounded(value: Any, source: str | Path, advice: str, bits: int) -> Any:
     return value
 
 
-def _wrong_item(item: Any, bits: int) -> str | None:
+def _wrong_item(item: object, bits: int) -> str | None:
     """Return what is wrong with one value, or with the keys of a table; None if it is within the limits."""
-    kind = type(item)
-    if kind is dict:
-        key = next((key for key in item if not key.isprintable()), None)
-        return None if key is None else f"has a key {shown(key)} with a control character"
-    if kind is str and not _is_text(item):
+    if isinstance(item, dict):
+        return _wrong_key(item)
+    if isinstance(item, str) and not _is_text(item):
         return f"= {shown(item)} has a control character"
-    if kind is float and bits < 64 and not math.isfinite(item):
+    if isinstance(item, float) and bits < 64 and not math.isfinite(item):
         return "is not a finite number"
-    if kind is int and item.bit_length() > bits:
+    if isinstance(item, int) and item.bit_length() > bits:
         return f"is a number of {item.bit_length()} bits, of at most {bits}"
     return None
+
+
+def _wrong_key(table: Mapping[str, object]) -> str | None:
+    key = next((key for key in table if not key.isprintable()), None)
+    return None if key is None else f"has a key {shown(key)} with a control character"
 
 
 def _is_text(text: str) -> bool:
@@ -324,7 +328,7 @@ def _is_text(text: str) -> bool:
     )
 
 
-def _key_path(place: tuple[Any, ...]) -> str:
+def _key_path(place: Place) -> str:
     """Return the keys that lead to a value, as in "model.layers[3] "."""
     keys: list[str] = []
     while place:

@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -165,7 +164,7 @@ def _part(rows: Rows, part: range) -> Rows:
     return Rows(rows.inputs[some], rows.targets[some], documents)
 
 
-def _tensor(values: NDArray[Any], pinned: bool) -> torch.Tensor:
+def _tensor(values: NDArray[np.generic], pinned: bool) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if pinned else tensor
 

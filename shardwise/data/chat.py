@@ -86,7 +86,7 @@ class ChatTemplate:
 
     source: str
     """Source of the template in Jinja."""
-    tokens: Mapping[str, Any]
+    tokens: Mapping[str, str | None]
     """Special tokens by the names that templates use for them, such as `eos_token`."""
     file: str
     """File that the template comes from, for messages."""
@@ -243,7 +243,7 @@ def template_of_bytes() -> ChatTemplate:
 
 
 def answered_texts(
-    values: Mapping[str, Any], template: ChatTemplate | None, where: str
+    values: Mapping[str, object], template: ChatTemplate | None, where: str
 ) -> list[AnsweredText]:
     """Return the texts of a record that has messages, or a prompt and its completion."""
     if MESSAGES not in values:
@@ -266,7 +266,7 @@ def answered_texts(
         raise UserError(f"{where}: {error}") from None
 
 
-def _messages(value: object, where: str) -> list[dict[str, Any]]:
+def _messages(value: object, where: str) -> list[Message]:
     """Return the messages of a record, checked."""
     if not isinstance(value, list) or not value:
         raise UserError(
@@ -279,7 +279,7 @@ def _messages(value: object, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(message: object, number: int, where: str) -> dict[str, Any]:
+def _message(message: object, number: int, where: str) -> Message:
     """Return one message of a record, checked, and without fields that are null."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(
@@ -295,7 +295,7 @@ def _message(message: object, number: int, where: str) -> dict[str, Any]:
     return given | ({"content": content} if "content" in message else {})
 
 
-def _content(message: Mapping[str, Any], what: str) -> str | list[dict[str, str]] | None:
+def _content(message: Message, what: str) -> str | list[dict[str, str]] | None:
     """Return the content of a message: text, text parts, or None beside tool calls."""
     content = message.get("content")
     if content is None and message["role"] == "assistant" and message.get(TOOL_CALLS):

@@ -6,11 +6,18 @@ thousand documents. pyarrow is an optional dependency (the `parquet` extra) and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from pyarrow import MemoryMappedFile, RecordBatch
+    from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
+    from pyarrow.parquet import ParquetFile
 
 _ROWS = 1024
 """Number of rows that are converted to Python objects at a time."""
@@ -18,6 +25,8 @@ Row = tuple[dict[str, object], int, float]
 """Values by field, number of the row in the file, and the fraction of the file that was read by then."""
 Choice = Callable[[Sequence[str]], Sequence[str]]
 """Function that returns, given the names of all columns, the names of those to read."""
+Batches = Iterator[tuple["RecordBatch", float]]
+"""Batches of rows, each with the fraction of the file that was read by then."""
 
 
 def parquet_rows(path: Path, columns: Choice) -> Iterator[Row]:
@@ -52,24 +61,24 @@ def arrow_rows(path: Path, columns: Choice) -> Iterator[Row]:
         raise UserError(f"{path} is not a readable Arrow file: {error}") from None
 
 
-def _parquet_batches(file: Any, columns: Sequence[str]) -> Iterator[tuple[Any, float]]:
+def _parquet_batches(file: ParquetFile, columns: Sequence[str]) -> Batches:
     rows = 0
     for batch in file.iter_batches(batch_size=_ROWS, columns=list(columns)):
         rows += len(batch)
         yield batch, rows / file.metadata.num_rows
 
 
-def _file_batches(reader: Any) -> Iterator[tuple[Any, float]]:
+def _file_batches(reader: RecordBatchFileReader) -> Batches:
     for number in range(reader.num_record_batches):
         yield reader.get_batch(number), (number + 1) / reader.num_record_batches
 
 
-def _stream_batches(reader: Any, source: Any) -> Iterator[tuple[Any, float]]:
+def _stream_batches(reader: RecordBatchStreamReader, source: MemoryMappedFile) -> Batches:
     for batch in reader:
         yield batch, source.tell() / source.size()
 
 
-def _rows(batches: Iterable[tuple[Any, float]]) -> Iterator[Row]:
+def _rows(batches: Batches) -> Iterator[Row]:
     number = 0
     for batch, share in batches:
         # An Arrow batch may be large, so it is converted to Python objects in parts.
@@ -79,11 +88,10 @@ def _rows(batches: Iterable[tuple[Any, float]]) -> Iterator[Row]:
                 number += 1
 
 
-def _pyarrow(path: Path) -> Any:
+def _pyarrow(path: Path) -> ModuleType:
     try:
-        import pyarrow
+        return import_module("pyarrow")
     except ImportError:
         raise UserError(
             f"{path}: reading it needs pyarrow. Install it with: pip install 'shardwise[parquet]'"
         ) from None
-    return pyarrow

@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +40,7 @@ from shardwise.data.prepare import Progress, prepare_sources, sources_hold_answe
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
+from shardwise.files import Json
 
 IGNORED = -100
 """Target of tokens without a loss, as in torch's `ignore_index`."""
@@ -239,7 +239,7 @@ def with_data_settings(config: Config, dataset: Dataset | None = None) -> Config
         reset_attention = dataset.reset_attention
     else:
         reset_attention = config.data.reset_attention or sources_hold_answers(config.data)
-    update: dict[str, Any] = {"reset_attention": reset_attention}
+    update: Json = {"reset_attention": reset_attention}
     if dataset and config.data.tokenizer == BYTES and dataset.streams[0].tokens.index.tokenizer != BYTES:
         update["tokenizer"] = str(dataset.streams[0].tokens.folder)
     return config.model_copy(update={"data": config.data.model_copy(update=update)})

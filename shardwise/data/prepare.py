@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,14 +102,12 @@ def prepare(
     if not str(folder).strip():
         raise UserError("the folder for the prepared data is an empty path. Name a folder.")
     folder = Path(folder)
-    roots = [sources] if isinstance(sources, str | Path) else list(sources)
-    files = [file for source in roots for file in find_files(source)]
+    files = _files_of(sources)
     answers = holds_answers(files, text_field)
     fingerprint = fingerprint_of(
         files, _encoder(tokenizer, end_of_document, answers), text_field, shard_tokens
     )
-    outermost_first = reversed([folder, *folder.parents])
-    created = next((path for path in outermost_first if not os.path.lexists(path)), None)
+    created = _outermost_missing(folder)
     try:
         check_target(folder)
         if (index := _finished(folder, fingerprint)) is not None:
@@ -132,6 +129,17 @@ def prepare(
         ) from None
 
 
+def _files_of(sources: str | Path | Sequence[str | Path]) -> list[SourceFile]:
+    roots = [sources] if isinstance(sources, str | Path) else list(sources)
+    return [file for source in roots for file in find_files(source)]
+
+
+def _outermost_missing(folder: Path) -> Path | None:
+    """Return the outermost folder that must be created for this one; None if it exists."""
+    outermost_first = reversed([folder, *folder.parents])
+    return next((path for path in outermost_first if not os.path.lexists(path)), None)
+
+
 def prepare_sources(data: Data, progress: Progress | None = None) -> list[tuple[Path, float]]:
     """Return a prepared folder and a weight for each source of a job.
 
@@ -149,21 +157,25 @@ def sources_of(data: Data) -> tuple[Source, ...]:
     return data.sources or (Source(path=str(data.source), weight=1.0),)
 
 
-def tokenizer_of_run(data: Mapping[str, Any]) -> tuple[str | None, str | int | None]:
+def tokenizer_of_run(data: Mapping[str, object]) -> tuple[str | None, str | int | None]:
     """Return the tokenizer of a run and what ends a document, as arguments of `load_tokenizer`.
 
     `data` are the data settings that the run's checkpoints contain.
     """
-    name, end, several = (data.get(key) for key in ("tokenizer", "end_of_document", "sources"))
-    entries = several if isinstance(several, list) else []
-    listed = [source.get("path") for source in entries if isinstance(source, dict)]
+    name, end = data.get("tokenizer"), data.get("end_of_document")
     # With prepared data, `bytes` means the tokenizer that they were prepared with.
-    paths = [data.get("source"), *listed] if name == BYTES else [name]
+    paths = _source_paths(data) if name == BYTES else [name]
     folders = [Path(path) for path in paths if isinstance(path, str)]
     for folder in filter(is_prepared, folders):
         index = Index.read(folder)
         return BYTES if index.tokenizer == BYTES else str(folder), index.end
     return name if isinstance(name, str) else None, end if isinstance(end, str) else None
+
+
+def _source_paths(data: Mapping[str, object]) -> list[object]:
+    several = data.get("sources")
+    entries = several if isinstance(several, list) else []
+    return [data.get("source"), *(source.get("path") for source in entries if isinstance(source, dict))]
 
 
 def sources_hold_answers(data: Data) -> bool:

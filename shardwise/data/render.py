@@ -28,11 +28,15 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 2.0
 """Limit of processor time for one conversation. Common templates take less than a hundredth of it."""
@@ -43,6 +47,10 @@ CHARACTERS, GROWTH = 1 << 20, 16
 _LENGTH = struct.Struct("<Q")
 _MAX_COMPILED = 64
 """Maximum number of compiled templates that the process keeps."""
+
+
+Compiled = dict[tuple[str, tuple[str, str]], "Template"]
+"""Compiled templates by their source and marks."""
 
 
 class InvalidTemplate(Exception):
@@ -65,7 +73,7 @@ class Request:
     """One conversation, and the template to render it with."""
 
     source: str
-    variables: Mapping[str, Any]
+    variables: Mapping[str, object]
     marks: tuple[str, str]
     """Texts to insert before and after the content of a `{% generation %}` block."""
 
@@ -184,7 +192,7 @@ def _serve(memory: int) -> None:
 
     with suppress(OSError, ValueError):  # the system may have no such limit, or a lower one
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    compiled: dict[Any, Any] = {}
+    compiled: Compiled = {}
     while True:
         try:
             source, variables, marks, limits = json.loads(_received(sys.stdin.buffer))
@@ -198,7 +206,7 @@ def _serve(memory: int) -> None:
 
 
 def _answer(
-    compiled: dict[Any, Any], source: str, variables: dict[str, Any], marks: tuple[str, str], limits: _Limits
+    compiled: Compiled, source: str, variables: Mapping[str, object], marks: tuple[str, str], limits: _Limits
 ) -> tuple[str, str]:
     """Render one conversation. Return the kind of the answer and its text."""
     from jinja2 import TemplateError
@@ -233,7 +241,7 @@ def _joined(pieces: Iterator[str], most: int) -> str:
     return "".join(written)
 
 
-def _environment(marks: tuple[str, str]) -> Any:
+def _environment(marks: tuple[str, str]) -> ImmutableSandboxedEnvironment:
     """Return Jinja as chat templates expect it: blocks without surrounding white space, and three more
     functions.
     """
@@ -250,13 +258,13 @@ def _environment(marks: tuple[str, str]) -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
-        def _marked(self, caller: Any) -> str:
+        def _marked(self, caller: Callable[[], str]) -> str:
             return f"{marks[0]}{caller()}{marks[1]}"
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    def tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         # Jinja's own filter would escape the text for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 

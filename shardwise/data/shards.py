@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +182,9 @@ class ShardWriter:
         self._ends: list[int] = []
         self._blocks: list[int] = []
 
-    def append(self, ids: NDArray[Any], ends_document: bool, learnt: NDArray[np.bool_] | None = None) -> None:
+    def append(
+        self, ids: NDArray[np.generic], ends_document: bool, learnt: NDArray[np.bool_] | None = None
+    ) -> None:
         """Add tokens, the last of which may end a document.
 
         For a conversation, `learnt` says which tokens are learned.

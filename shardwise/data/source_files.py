@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NotRequired, TypeVar, cast
+from typing import BinaryIO, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
@@ -116,8 +116,8 @@ class _SavedState(TypedDict):
     """The fields of a `state.json` that are read here."""
 
     _data_files: list[_DataFile]
-    _indices_data_files: NotRequired[Any]
-    _indices_files: NotRequired[Any]
+    _indices_data_files: NotRequired[object]
+    _indices_files: NotRequired[object]
 
 
 def find_files(source: str | Path) -> list[SourceFile]:
@@ -307,6 +307,11 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_to_disk(folder)
     refuse_shards(sorted(folder.iterdir()))  # even if other files beside them would be read
+    return _below(folder)
+
+
+def _below(folder: Path) -> list[Path]:
+    """Return the data files of a folder and its subfolders, without what shardwise itself wrote there."""
     visible = (path for path in folder.rglob("*") if not _hidden(path.relative_to(folder)))
     files = sorted(path for path in visible if path.is_file())
     ours = {path for path in {file.parent for file in files} if _is_our_folder(path)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from shardwise.data.chat import BYTES_END, ChatTemplate, find_template, template_of_bytes
 from shardwise.errors import UserError
 from shardwise.files import read_bytes, reading
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 BYTES = "bytes"
 """Name of the byte tokenizer in a job."""
@@ -252,11 +255,11 @@ def _read(path: Path) -> bytes:
         raise UserError(f"data.tokenizer: {path} does not exist. {_ADVICE}") from None
 
 
-def _parse(path: Path, content: bytes) -> Any:
-    from tokenizers import Tokenizer as Library
+def _parse(path: Path, content: bytes) -> Library:
+    from tokenizers import Tokenizer
 
     try:
-        return Library.from_str(content.decode("utf-8"))
+        return Tokenizer.from_str(content.decode("utf-8"))
     except (KeyboardInterrupt, SystemExit):
         raise
     # The library raises a bare Exception for a malformed file, and a panic in Rust is a BaseException.

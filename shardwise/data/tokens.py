@@ -12,7 +12,6 @@ import stat
 import zlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +76,7 @@ class _MappedShard:
         changes = np.searchsorted(self.answers, np.arange(start, stop), side="right")
         return np.asarray(changes % 2 == 1)
 
-    def read(self, start: int, stop: int) -> NDArray[Any]:
+    def read(self, start: int, stop: int) -> NDArray[np.generic]:
         """Return the tokens from start to stop, after checking their blocks."""
         size = self._dtype.itemsize
         self.verify(start * size // BLOCK, -(-stop * size // BLOCK))
@@ -132,7 +131,7 @@ class Tokens:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, start: int, length: int) -> NDArray[Any]:
+    def read(self, start: int, length: int) -> NDArray[np.generic]:
         """Return the tokens from `start` on, across shards. It is a view of the file if one shard contains
         them all.
         """

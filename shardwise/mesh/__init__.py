@@ -6,7 +6,7 @@ The part about launching needs no torch; torch is imported when the other part i
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.mesh.environment import (
     ALONE,
@@ -57,8 +57,9 @@ __all__ = [
 _DEVICES = ("device_memory", "device_name", "local_gpus", "uses_gpus", "gpus_are_shared")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "shardwise.mesh.devices" if name in _DEVICES else "shardwise.mesh.mesh"
-    return getattr(import_module(module), name)
+    value: object = getattr(import_module(module), name)
+    return value

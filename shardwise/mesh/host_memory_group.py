@@ -44,7 +44,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -322,7 +322,7 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     # Collectives
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None, *rest: Any) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: object = None, *rest: object) -> dist.Work:
         """Sum tensors over all ranks in place, or reduce them by another operation."""
         operation = _operation(opts)
         for tensor in tensors:
@@ -339,7 +339,7 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work:
         """Copy one rank's tensors to all ranks."""
         root = opts.rootRank
 
@@ -350,7 +350,7 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
         return self._collective(tensors, tensors, send)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> dist.Work:
         """Gather a tensor of each rank on all ranks, each into a tensor of its own."""
         if len(inputs) != 1:
             raise NotImplementedError(f"{NAME}: allgather of {len(inputs)} tensors at once")
@@ -362,7 +362,7 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
         return self._collective(inputs, outputs[0], send)
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> dist.Work:
         """Gather several tensors of each rank on all ranks, each into one output tensor."""
 
@@ -375,14 +375,14 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, part: Tensor, opts: object = None) -> dist.Work:
         """Gather a tensor of each rank on all ranks, into one output tensor."""
         return self.all_gather_single_coalesced([output], [part])
 
     _allgather_base = all_gather_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> dist.Work:
         """Sum over all ranks the parts that are for this rank. Each input has one part for each rank.
 
@@ -408,14 +408,14 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: Tensor, parts: Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, parts: Tensor, opts: object = None) -> dist.Work:
         """Sum over all ranks the part of one tensor that is for this rank."""
         return self.reduce_scatter_single_coalesced([output], [parts], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def all_to_all_single(
-        self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+        self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int], opts: object = None
     ) -> dist.Work:
         """Send rows to the ranks in order. If `sent` is empty, each rank gets the same number of rows."""
         sample = rows if rows.shape[0] else output
@@ -429,7 +429,7 @@ class HostMemoryGroup(ProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None, *rest: Any) -> dist.Work:
+    def barrier(self, opts: object = None, *rest: object) -> dist.Work:
         """Wait until all ranks have called this, and the earlier work of their streams is done."""
         return self._collective([], [], lambda leaving, arriving: self._gloo.barrier().wait())
 
@@ -494,10 +494,10 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> HostMemoryG
     return HostMemoryGroup(store, rank, size, timeout, GpuTransferQueue)
 
 
-def _not_implemented(name: str) -> Callable[..., Any]:
+def _not_implemented(name: str) -> Callable[..., NoReturn]:
     """Return a method that raises an error which names the missing collective."""
 
-    def call(self: HostMemoryGroup, *arguments: Any, **more: Any) -> Any:
+    def call(self: HostMemoryGroup, *arguments: object, **more: object) -> NoReturn:
         raise NotImplementedError(f"{NAME}: {name}")
 
     return call
@@ -515,11 +515,12 @@ for _name in (
     setattr(HostMemoryGroup, _name, _not_implemented(_name))
 
 
-def _operation(opts: Any) -> Any:
+def _operation(opts: object) -> object:
     """Return the reduction that options ask for: a field of them, the options themselves, or a sum by
     default.
     """
-    operation, known = getattr(opts, "reduceOp", opts), dist.ReduceOp
+    operation: object = getattr(opts, "reduceOp", opts)
+    known = dist.ReduceOp
     if operation is None:
         return known.SUM
     if not any(operation == each for each in (known.SUM, known.MAX, known.MIN, known.PRODUCT)):

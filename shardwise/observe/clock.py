@@ -19,9 +19,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic, perf_counter, time
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shardwise.observe.intervals import Interval
+
+if TYPE_CHECKING:
+    import torch
 
 SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
 """Spans of every step, in the order in which they are shown."""
@@ -63,16 +66,16 @@ class _HostTimer:
 
 class _CudaTimer:
     def __init__(self) -> None:
-        self._free: list[Any] = []
+        self._free: list[torch.cuda.Event] = []
 
-    def mark(self) -> Any:
+    def mark(self) -> torch.cuda.Event:
         import torch
 
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()  # returns at once if the caller has synchronised the device, as it should
         elapsed = float(start.elapsed_time(end)) / 1e3
         self._free += (start, end)

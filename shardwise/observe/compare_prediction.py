@@ -39,6 +39,7 @@ from rich.text import Text
 from shardwise.config import MODEL_AXES
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record
+from shardwise.plan.plan import PredictedFlow, Prediction
 from shardwise.plan.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.plurals import counted
 from shardwise.units import GIB
@@ -60,9 +61,7 @@ _COLUMNS: dict[str, JustifyMethod] = {
 }
 
 
-def compare(
-    predicted: Mapping[str, Any], steps: Sequence[Record], waits_are_known: bool, on_cpu: bool
-) -> list[Row]:
+def compare(predicted: Prediction, steps: Sequence[Record], waits_are_known: bool, on_cpu: bool) -> list[Row]:
     """Return a row for every predicted term, with what these steps measured."""
     rows = [*_times(predicted, steps, waits_are_known), *_memory(predicted["memory_gib"], steps, on_cpu)]
     return rows + list(_collectives(predicted["bytes"], steps))
@@ -74,7 +73,7 @@ def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: 
     return not unseen and all(_EXPOSED in step.get("spans", {}) for step in steps)
 
 
-def _times(predicted: Mapping[str, Any], steps: Sequence[Record], apart: bool) -> Iterator[Row]:
+def _times(predicted: Prediction, steps: Sequence[Record], apart: bool) -> Iterator[Row]:
     """Yield the rows of seconds. `apart` says whether waits were measured separately from computing."""
     terms, seconds = predicted["step_seconds"], statistics.median(step["seconds"] for step in steps)
     spans = _spans(steps, seconds)
@@ -129,7 +128,7 @@ def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: boo
             yield _row(f"memory of {kind}", "memory", value * GIB, None)
 
 
-def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]) -> Iterator[Row]:
+def _collectives(predicted: Sequence[PredictedFlow], steps: Sequence[Record]) -> Iterator[Row]:
     """Yield the bytes and calls of each kind and axis. A collective that is not in the ledger did not
     happen.
     """
@@ -218,10 +217,7 @@ def _factor(share: float, row: Row) -> float:
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     parts = [row for row in rows if _is_part_of_memory(row) and row["predicted"]]
     if parts:
-        names = [row["what"].removeprefix("memory of ") for row in parts]
-        sizes = [format_bytes(row["predicted"]) for row in parts]
-        kinds = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-        yield f"Predicted memory: {kinds}. A run measures only their sum."
+        yield f"Predicted memory: {', '.join(map(_kind_of_memory, parts))}. A run measures only their sum."
     if any("bubble" in row.get("terms", ()) and row["measured"] is not None for row in rows):
         yield (
             "A pipeline rank with nothing to do waits for a message: bubble and imbalance are measured as "
@@ -229,6 +225,10 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         )
     if any(row["what"].startswith("computing and communication") for row in rows):
         yield "On this device waits cannot be told from computing: only both together were measured."
+
+
+def _kind_of_memory(row: Row) -> str:
+    return f"{row['what'].removeprefix('memory of ')} {format_bytes(row['predicted'])}"
 
 
 def _is_part_of_memory(row: Row) -> bool:

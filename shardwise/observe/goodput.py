@@ -339,22 +339,35 @@ def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
 
 def _claims(session: _Session) -> Iterator[_Claim]:
     """Yield everything that claims time of a session."""
-    evaluated: dict[int, list[float]] = defaultdict(list)
     for stretch in session.steps:
         yield _Claim("step", stretch.start, stretch.end, stretch.parts)
-    for at, event in session.events:
-        if event["event"] == "evaluate" and event.get("seconds"):
-            evaluated[event.get("step", -1)].append(at)
-            yield _Claim("evaluation", at - event["seconds"], at)
+    evaluations = [
+        (at, event) for at, event in session.events if event["event"] == "evaluate" and event.get("seconds")
+    ]
+    for at, event in evaluations:
+        yield _Claim("evaluation", at - event["seconds"], at)
+    yield from _saves(session, evaluations)
+    begins = sorted(stretch.start for stretch in session.steps)
+    ends = sorted(stretch.end for stretch in session.steps)
+    yield from _breaks(session, begins, ends)
+    breaks = [at for at, _ in _broken(session)]
+    yield _Claim("start_up", session.start, min((*begins, *breaks), default=session.end))
+
+
+def _broken(session: _Session) -> list[_Timed]:
+    """Return the events at which a team broke or was dissolved."""
+    return [(at, event) for at, event in session.events if event["event"] in _BREAK]
+
+
+def _saves(session: _Session, evaluations: Sequence[_Timed]) -> Iterator[_Claim]:
+    """Yield the time of each save, after the evaluations at its step."""
+    evaluated: dict[int, list[float]] = defaultdict(list)
+    for at, event in evaluations:
+        evaluated[event.get("step", -1)].append(at)
     for at, event in session.events:
         if event["event"] in _SAVES:
             ended = [over for over in evaluated.get(event.get("step", -1), []) if over <= at]
             yield _save(event, at, session.saved.get(event.get("step", -1)), ended)
-    begins = sorted(stretch.start for stretch in session.steps)
-    ends = sorted(stretch.end for stretch in session.steps)
-    yield from _breaks(session, begins, ends)
-    breaks = [at for at, event in session.events if event["event"] in _BREAK]
-    yield _Claim("start_up", session.start, min((*begins, *breaks), default=session.end))
 
 
 def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence[float]) -> _Claim:
@@ -373,13 +386,13 @@ def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence
 def _breaks(session: _Session, begins: Sequence[float], ends: Sequence[float]) -> Iterator[_Claim]:
     """Yield, for each fault, the work that was lost before it, and the time until training continues."""
     recoveries = _recoveries(session.events)
-    breaks = [(at, event) for at, event in session.events if event["event"] in _BREAK]
+    breaks = _broken(session)
     for index, (at, event) in enumerate(breaks):
         # A fault is recorded some time after it happened; its recovery contains the time at which it did.
-        containing = [recovery for recovery in recoveries if recovery[0] <= at <= recovery[1]][:1]
-        began, recovery_event = (containing[0][0], containing[0][2]) if containing else (at, {})
+        recovery = next((recovery for recovery in recoveries if recovery[0] <= at <= recovery[1]), None)
+        began, recovery_event = (at, {}) if recovery is None else (recovery[0], recovery[2])
         next_break = [later for later, _ in breaks[index + 1 :] if later > at]
-        until = [over for _, over, _ in containing] or [begin for begin in begins if begin >= at]
+        until = begins[bisect_left(begins, at) :] if recovery is None else [recovery[1]]
         yield _Claim("recovery", began, min([*until, *next_break], default=session.end))
         if event["event"] == "fault":
             kept_until = _end_of_last_step(session, ends, began, recovery_event.get("lost_seconds"))

@@ -24,7 +24,6 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.files import regular_file_opener
@@ -82,7 +81,7 @@ class EventsFile:
         self.path = Path(path)
         self._lines = _LineWriter(self.path, warn)
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Append one event with the present time (UTC) and its fields."""
         time = datetime.fromtimestamp(present_time(), UTC).isoformat(timespec="milliseconds")
         self._lines.write({"time": time, "event": event, **fields})

@@ -40,7 +40,7 @@ _CONTROLS = {code: f"\\u{code:04x}" for code in range(127, 160)}
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def to_json(record: Any, indent: int | None = None) -> str:
+def to_json(record: object, indent: int | None = None) -> str:
     """Return strict JSON, with exact floats, non-finite floats as strings, and all control characters as
     escapes.
     """
@@ -169,8 +169,8 @@ class _Event(TypedDict, total=False):
     kind: str
     cause: str
     memory_kind: str
-    layout: dict[str, Any] | None
-    parts: dict[str, Any]
+    layout: dict[str, object] | None
+    parts: dict[str, object]
     held_out_loss: Loss
 
 
@@ -279,7 +279,7 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield end + 1, b"\n" if passed else rest + b"\n"
 
 
-def _encode_non_finite(value: Any) -> Any:
+def _encode_non_finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
@@ -289,7 +289,7 @@ def _encode_non_finite(value: Any) -> Any:
     return value
 
 
-def _decode_non_finite(value: Any) -> Any:
+def _decode_non_finite(value: object) -> object:
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -229,7 +229,7 @@ def _memory(summary: Summary) -> str:
     return format_bytes(summary["peak_memory_bytes"]) + (f" ({remark})" if remark else "")
 
 
-def _layout(layout: Mapping[str, Any]) -> str:
+def _layout(layout: Mapping[str, object]) -> str:
     """Return the degrees above one and the choices that are on, which distinguish this layout from one
     device.
     """
@@ -238,7 +238,7 @@ def _layout(layout: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "one device"
 
 
-def _is_worth_showing(name: str, value: Any, several: bool) -> bool:
+def _is_worth_showing(name: str, value: object, several: bool) -> bool:
     if name == "zero":
         return several and value is not None
     if name in Layout.model_fields and value == Layout.model_fields[name].default:

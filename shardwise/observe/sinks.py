@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardwise.errors import UserError
-from shardwise.files import parse_toml, read_bytes, regular_file_opener
+from shardwise.files import Json, parse_toml, read_bytes, regular_file_opener
 from shardwise.observe.record_files import EventsFile, MetricsFile, Warn, log
 from shardwise.observe.records import Record
 from shardwise.plan import read_plan
@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Send the remaining records and close the connection."""
 
 
-def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number of a record with its path: `loss`, `spans/data`,
     `collectives/all_reduce/data/bytes`.
     """
@@ -46,7 +46,7 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", float(value)
 
 
-def curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def curves(record: Mapping[str, object]) -> Iterator[tuple[str, float]]:
     """Return the numbers of a record that are shown over steps.
 
     These are all except the step and the time of day, which the tools record themselves.
@@ -77,7 +77,7 @@ class TensorBoardSink:
         """Write the queued summaries and close the file."""
         self._writer.close()
 
-    def _add(self, step: int, **content: Any) -> None:
+    def _add(self, step: int, **content: object) -> None:
         """Add an event. The writer uses a thread, and raises at the next call if that failed."""
         self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
 
@@ -123,7 +123,7 @@ class Sinks:
         self._metrics.write(record)
         self._mirror(lambda mirror: mirror.write(record))
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """Write an event, such as `start`, `save`, `resume`, `evaluate`, `skip` or `stop`."""
         self._events.write(name, **fields)
 
@@ -194,7 +194,7 @@ def _missing(setting: str, extra: str) -> UserError:
     )
 
 
-def _job(folder: Path) -> dict[str, Any]:
+def _job(folder: Path) -> Json:
     """Return the job as the user asked for it, completed by the decisions of the plan."""
     job, plan = folder / "config.toml", folder / "plan.json"
     tables = parse_toml(read_bytes(job), job) if job.exists() else {}

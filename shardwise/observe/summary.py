@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
@@ -33,6 +33,9 @@ from shardwise.observe.records import Record, read_events, read_metrics
 from shardwise.observe.totals import RunTotals
 from shardwise.plan import SavedLayout, SavedPlan, read_plan
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 CURVE_POINTS = 240
 """Maximum number of points of the loss curve."""
 _SHORTEST_STEP = 1e-6
@@ -43,7 +46,7 @@ Summary = dict[str, Any]
 _T = TypeVar("_T")
 
 
-def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
+def summarise(folder: str | Path, advise: Callable[..., DataclassInstance] | None = None) -> Summary:
     """Return the summary of the run in a folder. The run may still be going on.
 
     `advise` (search/interval.py) says how often to save.
@@ -293,7 +296,11 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
 
 
 def _advice(
-    advise: Callable[..., Any] | None, saves: Summary, time_used: Summary, time: Summary, world: int
+    advise: Callable[..., DataclassInstance] | None,
+    saves: Summary,
+    time_used: Summary,
+    time: Summary,
+    world: int,
 ) -> Summary | None:
     """Return how often to save, from this run's saves, steps and faults.
 

@@ -13,7 +13,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from time import monotonic
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.control import Control
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
+from shardwise.observe.records import Record
 from shardwise.observe.text_plots import Series, sparkline
 
 _LINES = 20
@@ -79,7 +79,7 @@ class TrainingProgress:
         self._losses = Series()
         self._first_loss: float | None = None
         self._recent: deque[float] = deque(maxlen=20)
-        self._record: Mapping[str, Any] = {}
+        self._record: Record = {}
         self._live: Live | None = None
         self._drawn = 0.0
         self._widths: list[int] = []
@@ -92,7 +92,7 @@ class TrainingProgress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def update(self, record: Mapping[str, Any]) -> None:
+    def update(self, record: Record) -> None:
         """Show the record of a completed step."""
         self._record = record
         self._losses.add(record["loss"])
@@ -164,7 +164,7 @@ class TrainingProgress:
         numbers.no_wrap, numbers.overflow = True, "crop"
         return Group(line, numbers)
 
-    def _plain(self, record: Mapping[str, Any]) -> str:
+    def _plain(self, record: Record) -> str:
         width = len(str(self._steps))
         skipped = "  (skipped)" if record.get("skipped") else ""
         line = (
@@ -190,13 +190,13 @@ class TrainingProgress:
         return sparkline(self._losses.values, width, ascii_only=self._console.options.ascii_only)
 
 
-def _experts(record: Mapping[str, Any]) -> str:
+def _experts(record: Record) -> str:
     """Return the load of the busiest expert relative to an even load; empty for a model without experts."""
     imbalance = record.get("expert_imbalance")
     return "" if imbalance is None else f"  busiest expert {imbalance:.2f}"
 
 
-def _speed(record: Mapping[str, Any]) -> str:
+def _speed(record: Record) -> str:
     return (
         f"{format_count(record['tokens_per_second'])} tokens/s  "
         f"{format_count(record['sequences_per_second'])} samples/s  "

@@ -74,8 +74,7 @@ def line_plot(
     """Return a curve through the points (ascending in x) with axes. Marks are drawn over it as single
     characters.
     """
-    points = [point for point in points if math.isfinite(point[1])]
-    marks = [point for point in marks if math.isfinite(point[1])]
+    points, marks = _finite(points), _finite(marks)
     if not points:
         return []
     heights = [y for _, y in (*points, *marks)]
@@ -91,6 +90,10 @@ def line_plot(
         column = round(min(max((x - left) / (right - left), 0), 1) * (width - 1))
         cells[round((high - y) / (high - low) * (height - 1))][column] = "o" if ascii_only else "●"
     return _framed(cells, (low, high), (left, right), ascii_only)
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point[1])]
 
 
 def _binned(values: Sequence[float], width: int) -> list[float]:

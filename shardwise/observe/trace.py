@@ -8,16 +8,15 @@ wait was not. The ranks of one machine have the same clock, so their files can b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.errors import UserError
-from shardwise.files import parse_as, read_bytes, regular_file_opener
+from shardwise.files import Json, parse_as, read_bytes, regular_file_opener
 from shardwise.observe.clock import SpanPart, present_time
 from shardwise.observe.ledger import Collective
 from shardwise.observe.record_files import write_text
@@ -29,7 +28,7 @@ STEP_LANE = "step"
 """Name of the lane with the spans of the step."""
 _ADVICE = "It is written by `shardwise train` with observe.trace; remove it."
 
-Event = dict[str, Any]
+Event = Json
 
 
 class StepTrace:
@@ -59,7 +58,7 @@ class StepTrace:
         """Write the events to a file in the run's folder."""
         write_text(folder / f"trace-rank{self.rank}.json", to_json({"traceEvents": self.events}))
 
-    def _add(self, lane: str, name: str, start: float, end: float, notes: dict[str, Any]) -> None:
+    def _add(self, lane: str, name: str, start: float, end: float, notes: Mapping[str, object]) -> None:
         if lane not in self.lanes:
             self.lanes[lane] = len(self.lanes)
             self.events.append(_named("thread_name", self.rank, self.lanes[lane], lane))

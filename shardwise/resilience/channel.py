@@ -23,7 +23,7 @@ import json
 import secrets
 import zlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 LINE_BYTES = 1 << 16
 """Maximum number of bytes of a line."""
@@ -64,7 +64,7 @@ class Channel:
         self.key, self._speaker = key, speaker
         self._sent = self._received = 0
 
-    def line(self, message: Any) -> bytes:
+    def line(self, message: object) -> bytes:
         """Return the line that sends a message."""
         text = base64.b64encode(zlib.compress(json.dumps(message).encode()))
         line = self._code(self._speaker, self._sent, text) + b" " + text + b"\n"
@@ -73,7 +73,7 @@ class Channel:
         self._sent += 1
         return line
 
-    def message(self, line: bytes) -> Any:
+    def message(self, line: bytes) -> object:
         """Return the message of a received line, if the other end sent exactly this line as its next one."""
         code, _, text = line.rstrip(b"\n").partition(b" ")
         other: Speaker = "host" if self._speaker == "leader" else "leader"
@@ -82,9 +82,10 @@ class Channel:
         self._received += 1
         try:
             unpacking = zlib.decompressobj()
-            return json.loads(unpacking.decompress(base64.b64decode(text), TEXT_BYTES))
+            message: object = json.loads(unpacking.decompress(base64.b64decode(text), TEXT_BYTES))
         except (ValueError, zlib.error, RecursionError) as error:
             raise UntrustedMessage(f"a line that is no message: {error}") from None
+        return message
 
     def _code(self, speaker: Speaker, count: int, text: bytes) -> bytes:
         return hmac.digest(self.key, b"%s %d %s" % (speaker.encode(), count, text), "sha256").hex().encode()

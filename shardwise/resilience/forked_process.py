@@ -55,7 +55,7 @@ class ProcessDied:
 
 
 def fork_process(
-    rank: int, target: Callable[..., None], arguments: Sequence[Any], folder: Path
+    rank: int, target: Callable[..., None], arguments: Sequence[object], folder: Path
 ) -> ForkedProcess:
     """Start `target(pipe, *arguments)` in a process of its own, whose log is in this folder."""
     context = multiprocessing.get_context("forkserver")
@@ -86,7 +86,7 @@ def wait_for_messages(waiting: Sequence[ForkedProcess], seconds: float) -> list[
     return [process for process in waiting if process.pipe in speaking]
 
 
-def last_messages(waiting: Sequence[ForkedProcess], is_last: Callable[[Any], bool]) -> list[Any]:
+def last_messages(waiting: Sequence[ForkedProcess], is_last: Callable[[object], bool]) -> list[Any]:
     """Return the last messages that the other processes send shortly after one has failed."""
     answers, silent, deadline = [], list(waiting), time.monotonic() + GRACE_SECONDS
     while silent and (seconds := deadline - time.monotonic()) > 0:
@@ -105,7 +105,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _run_target(target: Callable[..., None], pipe: Connection, log: str, *arguments: Any) -> None:
+def _run_target(target: Callable[..., None], pipe: Connection, log: str, *arguments: object) -> None:
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     # The process that asked for this one was stopped meanwhile, and has removed the folder.

@@ -44,17 +44,26 @@ def find_hang(working: Sequence[WorkerProcess], recovery: Recovery, other_hosts:
     if not late:
         return None
     if late[0].asked_for_stacks is None:
-        for worker in working:
-            worker.asked_for_stacks, worker.stacks = now, None
-            worker.send(ReportStacks())
+        _ask_for_stacks(working, now)
         return None
     waited = now - late[0].asked_for_stacks
     silent = [worker for worker in working if worker.stacks is None]
-    if waited < ANSWER_SECONDS and silent:
-        return None
-    if not silent and other_hosts and waited < ANSWER_SECONDS + OTHERS_SECONDS:
+    if waited < _seconds_to_wait(bool(silent), other_hosts):
         return None
     return Hang(silent or working, now - late[0].changed)
+
+
+def _ask_for_stacks(working: Sequence[WorkerProcess], now: float) -> None:
+    for worker in working:
+        worker.asked_for_stacks, worker.stacks = now, None
+        worker.send(ReportStacks())
+
+
+def _seconds_to_wait(some_are_silent: bool, other_hosts: bool) -> float:
+    """Return how long to wait for the answers of workers here, or for another host to find the cause."""
+    if some_are_silent:
+        return ANSWER_SECONDS
+    return ANSWER_SECONDS + OTHERS_SECONDS if other_hosts else 0.0
 
 
 def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, generation: int) -> Fault:

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
@@ -246,6 +245,10 @@ class Host:
         if self._failed_starts[worker.slot] < self.recovery.step_attempts:
             return
         self._let_rest(worker, fault)
+        self._check_slots_left(fault)
+
+    def _check_slots_left(self, fault: Fault) -> None:
+        """Raise an error if workers have failed too often in all slots that are not a rank's."""
         loose = [slot for slot in self.slots if slot not in self._members]
         if all(self._failed_starts[slot] >= self.recovery.step_attempts for slot in loose):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
@@ -387,7 +390,7 @@ class Host:
             leader_server.tell(self._orders)
         return self._orders
 
-    def _note(self, event: str, **details: Any) -> None:
+    def _note(self, event: str, **details: object) -> None:
         """Write an event to the run's records, if this host leads."""
         if self.leader is not None:
             self._record(event, **details)
@@ -551,18 +554,21 @@ class Host:
         for worker in hang.culprits:
             self._discard(worker)
 
+    def _has_begun(self) -> bool:
+        """Return whether workers train, have trained, or are asked for something else."""
+        training = any(worker.phase not in ("build", "restore") for worker in self._at_work())
+        return training or bool(self._statuses) or self._orders.wish != "work"
+
     def _answer_signals(self) -> None:
         """Pass a request to stop on to the workers, so that all stop after the same step and save.
 
         They have as much time as they need: only the sender of the signal knows the limit. Workers that make
         no progress are a hang.
         """
-        if not self._signals.received:
+        if self.leader is None or not self._signals.received:
             return
-        training = [worker for worker in self._at_work() if worker.phase not in ("build", "restore")]
-        begun = training or self._statuses or self._orders.wish != "work"
-        waits = self.leader is not None and self.leader.missing is not None and not self._at_work()
-        if self.leader is not None and (waits or not begun):  # all that was trained is saved
+        waits = self.leader.missing is not None and not self._at_work()
+        if waits or not self._has_begun():  # all that was trained is saved
             raise Stopped(self._signals.status or RESUME_ME)
-        if self.leader is not None and self._orders.wish == "work" and self._orders.team is not None:
+        if self._orders.wish == "work" and self._orders.team is not None:
             self.leader.orders = replace(self._orders, wish="stop")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from pydantic import NonNegativeInt, TypeAdapter
 
+from shardwise.files import Json
 from shardwise.plurals import counted
 
 MAX_DIFFERENCES = 10
@@ -39,7 +39,7 @@ class HostDescription:
     data: str = ""
     """Size of the prepared data, with a checksum."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the message to the leader.
 
         Its key distinguishes it from a report, which is the first message of older hosts.

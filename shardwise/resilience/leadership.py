@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import Any
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh.sockets import address_towards
@@ -31,7 +30,7 @@ later. A first node whose folder is in use tries equally long to reach the host 
 TRY_SECONDS = 1.0
 """Seconds between two attempts to take over."""
 
-Hold = Callable[[], AbstractContextManager[Any]]
+Hold = Callable[[], AbstractContextManager[object]]
 """Function that locks the run's folders. It raises a UserError if another process holds a lock."""
 MakeLeader = Callable[[FindPort], Leader]
 """Function that creates the leader, given a function that returns the port of the workers' store."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.save import State
 from shardwise.comm import Peers
+from shardwise.files import Json
 from shardwise.mesh import Mesh
 from shardwise.optim import local
 
@@ -37,7 +39,7 @@ class _Snapshot:
 
     step: int
     rank: int
-    extras: dict[str, Any]
+    extras: Json
     content: Tensor
 
 
@@ -76,7 +78,7 @@ class MemorySnapshots:
         """Return whether a snapshot of this step is to be taken."""
         return bool(self.every) and mesh.worker.world > 1 and step % self.every == 0
 
-    def take(self, mesh: Mesh, step: int, state: State, extras: dict[str, Any]) -> None:
+    def take(self, mesh: Mesh, step: int, state: State, extras: Json) -> None:
         """Save a snapshot of this step's state, and exchange it with the neighbours while training
         continues.
         """
@@ -108,11 +110,7 @@ class MemorySnapshots:
             return None
         usable = self._usable() if self._layout == _key(mesh) else []
         local = [(snapshot.step, snapshot.rank) for snapshot in usable]
-        self._holders = {}
-        for holder, parts in enumerate(self._peers.all_gather(local)):
-            for step, rank in parts:
-                if rank == holder or (step, rank) not in self._holders:
-                    self._holders[step, rank] = holder
+        self._holders = _holder_of_each(self._peers.all_gather(local))
         ranks = range(mesh.worker.world)
         steps = {step for step, _ in self._holders}
         complete = [step for step in steps if all((step, rank) in self._holders for rank in ranks)]
@@ -175,6 +173,19 @@ def _swap(peers: Peers, exchange: _SnapshotExchange, receiver: int, sender: int)
         exchange.complete = True
     except (RuntimeError, ValueError):
         pass  # a peer is gone; the main thread notices it too, and the snapshot before this one is used
+
+
+def _holder_of_each(snapshots: Sequence[Sequence[tuple[int, int]]]) -> dict[tuple[int, int], int]:
+    """Return a worker that has the snapshot of each (step, rank), and that rank itself where it has it.
+
+    `snapshots` are those that each worker has.
+    """
+    holders: dict[tuple[int, int], int] = {}
+    for holder, parts in enumerate(snapshots):
+        for step, rank in parts:
+            if rank == holder or (step, rank) not in holders:
+                holders[step, rank] = holder
+    return holders
 
 
 def _key(mesh: Mesh) -> str:

@@ -20,11 +20,12 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
 from shardwise.errors import RunFailed, UserError
+from shardwise.files import Json
 from shardwise.observe import present_time
 from shardwise.plan import Plan
 from shardwise.resilience.stopping import RESUME_ME
@@ -81,7 +82,7 @@ class Fault:
         return bool(self.own_line) and (self.own_line, self.step) == (other.own_line, other.step)
 
 
-def _plan_from_json(value: Any) -> Plan:
+def _plan_from_json(value: Json) -> Plan:
     """Return the plan of a received message. Raise a ValueError if it is none."""
     try:
         return Plan.from_json(value)
@@ -108,7 +109,12 @@ class Team:
     reached: int = 0
     """Last step that any earlier team had completed."""
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def hosts(self) -> set[str]:
+        """Names of the hosts of its members."""
+        return {member.host for member in self.members}
+
+    def to_json(self) -> Json:
         """Return the value that is sent to the hosts."""
         members = [asdict(member) for member in self.members]
         fault = asdict(self.fault) if self.fault else None
@@ -134,7 +140,7 @@ class Report:
     leaving: bool = False
     """Whether the host was asked to stop and leaves the run."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the value that is sent to the leader."""
         return asdict(self)
 
@@ -162,7 +168,7 @@ class Orders:
     status: int = 0
     message: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the value that is sent to the hosts."""
         return {**vars(self), "team": self.team.to_json() if self.team else None}
 
@@ -302,11 +308,10 @@ class Leader:
 
     def _supervise(self, team: Team, now: float) -> None:
         """Decide what follows from the state of the present team: broken, done, idle, or at work."""
-        hosts = {member.host for member in team.members}
+        hosts = team.hosts
         if self._has_stepped(team):
             self._proven |= hosts
-        reports = [self._reports[name][0] for name in hosts & self._reports.keys()]
-        present = [report for report in reports if report.generation == team.generation]
+        present = self._reports_of(team)
         done = [report.done for report in present if report.done is not None]
         if faults := self._faults_of(team, hosts):
             self._handle_faults(team, faults, now)
@@ -317,6 +322,10 @@ class Leader:
                 self._regroup(present, now)
         elif self.orders.wish == "work":
             self._reconsider(team, now)
+
+    def _reports_of(self, team: Team) -> list[Report]:
+        reports = (self._reports[name][0] for name in team.hosts & self._reports.keys())
+        return [report for report in reports if report.generation == team.generation]
 
     def _faults_of(self, team: Team, hosts: set[str]) -> list[Fault]:
         """Return the faults of this team: those reported, and those of lost hosts."""
@@ -338,11 +347,8 @@ class Leader:
             self._noticed = (team.generation, now)
         if all(fault.echo for fault in faults) and self._cause_may_come(faults, now):
             return
-        new_hosts = self._new_hosts(team)
-        theirs = [fault for fault in faults if not fault.echo and _host_of(team, fault) in new_hosts]
-        if theirs:
-            first = min(theirs, key=lambda fault: (fault.status is None, fault.at))
-            self._handle_fault_of_new_host(team, first, now)
+        if theirs := self._faults_of_new_hosts(team, faults):
+            self._handle_fault_of_new_host(team, theirs[0], now)
             return
         fatal = [fault for fault in faults if fault.status is not None]
         first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
@@ -383,12 +389,18 @@ class Leader:
             )
         return None
 
+    def _faults_of_new_hosts(self, team: Team, faults: list[Fault]) -> list[Fault]:
+        """Return the faults that began on new hosts, those after which another attempt cannot help first."""
+        new_hosts = self._new_hosts(team)
+        theirs = [fault for fault in faults if not fault.echo and _host_of(team, fault) in new_hosts]
+        return sorted(theirs, key=lambda fault: (fault.status is None, fault.at))
+
     def _new_hosts(self, team: Team) -> set[str]:
         """Return the hosts of a team without a completed step that were never in a team with one.
 
         The set is empty if no other host of the team was. A failure of a new host is not one of the run.
         """
-        hosts = {member.host for member in team.members}
+        hosts = team.hosts
         return hosts - self._proven if hosts & self._proven and not self._has_stepped(team) else set()
 
     def _handle_fault_of_new_host(self, team: Team, fault: Fault, now: float) -> None:
@@ -459,9 +471,8 @@ class Leader:
         waited = now - self._enough_since
         if before is None and len(slots) < self.bounds.most and waited < FIRST_TEAM_SECONDS:
             return
-        generations = [report.generation for report, _ in self._reports.values()]
         team = Team(
-            generation=max([before.generation if before else 0, *generations]) + 1,
+            generation=self._newest_generation() + 1,
             members=tuple(slots[: plan.world]),
             plan=plan,
             address=self._reports[slots[0].host][0].address,
@@ -472,6 +483,11 @@ class Leader:
             reached=self._reached,
         )
         self.orders, self._enough_since = Orders("work", team), None
+
+    def _newest_generation(self) -> int:
+        """Return the newest generation that the leader or any host knows."""
+        present = self.orders.team.generation if self.orders.team else 0
+        return max([present, *(report.generation for report, _ in self._reports.values())])
 
     def _missing_workers(self, count: int) -> str:
         """Return why no team can be formed from this number of workers."""
@@ -485,9 +501,8 @@ class Leader:
         """Decide whether a working team should make room for more workers, or let a host go."""
         leaving = {name for name, (report, _) in self._reports.items() if report.leaving}
         slots = self._slots()
-        if leaving & {member.host for member in team.members}:
-            enough = len(slots) >= self.bounds.least and self.make_plan(len(slots)) is not None
-            self.orders = replace(self.orders, wish="regroup" if enough else "stop")
+        if leaving & team.hosts:
+            self._let_hosts_go(len(slots))
             return
         grows = len(slots) > len(team.members) and not self._may_be_lost(now)
         plan = self.make_plan(min(len(slots), self.bounds.most)) if grows else None
@@ -497,6 +512,11 @@ class Leader:
             self._enough_since = now
         elif now - self._enough_since >= SETTLE_SECONDS and self._has_stepped(team):
             self.orders, self._enough_since = replace(self.orders, wish="regroup"), None
+
+    def _let_hosts_go(self, left: int) -> None:
+        """Regroup if the workers that are left are enough for a team; otherwise stop the run."""
+        enough = left >= self.bounds.least and self.make_plan(left) is not None
+        self.orders = replace(self.orders, wish="regroup" if enough else "stop")
 
     def _has_stepped(self, team: Team) -> bool:
         """Return whether this team has completed a step. Interrupting it earlier would waste its start."""

@@ -19,9 +19,10 @@ from shardwise.config.parameters import active_count, count
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import RECOMPUTE, Ints, Space, Workload, concatenate, take
+from shardwise.cost.space import RECOMPUTE, Bools, Ints, Space, Workload, concatenate, take
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
+from shardwise.files import Json
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import BESIDE_DATA, SearchResult, limit, play
@@ -64,7 +65,7 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
     }
 
 
-def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, Any]:
+def cluster_json(cluster: Cluster, count_of: int, margin: float) -> Json:
     """Return the cluster and the devices that the plan is for."""
     per_node = min(cluster.devices_per_node, count_of)
     return {
@@ -78,7 +79,7 @@ def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, An
     }
 
 
-def _listed(result: SearchResult, listed: Ints) -> list[dict[str, Any]]:
+def _listed(result: SearchResult, listed: Ints) -> list[Json]:
     """Return the numbers of these candidates, computed together. Pipelines that were simulated in the search
     are simulated again; the others use closed forms."""
     order = np.concatenate([played := np.intersect1d(listed, result.played), np.setdiff1d(listed, played)])
@@ -101,7 +102,7 @@ def device_peak(cluster: Cluster, precision: str) -> float | None:
     return peak / min(cluster.devices, cluster.devices_per_node) if peak and cluster.shared else peak
 
 
-def candidate(result: SearchResult, index: int, prediction: Prediction | None = None) -> dict[str, Any]:
+def candidate(result: SearchResult, index: int, prediction: Prediction | None = None) -> Json:
     """Return the predicted numbers of one candidate."""
     predicted, row = prediction or result.prediction(index), result.space.row(index)
     total = float(predicted.total[0])
@@ -125,7 +126,7 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
     }
 
 
-def _best(config: Config, result: SearchResult, index: int) -> dict[str, Any]:
+def _best(config: Config, result: SearchResult, index: int) -> Json:
     prediction, winner = result.prediction(index), result.space.take([index])
     return {
         **candidate(result, index, prediction),
@@ -135,7 +136,7 @@ def _best(config: Config, result: SearchResult, index: int) -> dict[str, Any]:
     }
 
 
-def traffic(work: Workload, cluster: Cluster, space: Space) -> list[dict[str, Any]]:
+def traffic(work: Workload, cluster: Cluster, space: Space) -> list[Json]:
     """Return the bytes and calls of each collective of one step on rank 0, counted as in the ledger."""
     sent = totals(flows(work, space, device=cluster.device_type), space, 0)
     keys = [key.partition("/") for key in sent]
@@ -157,8 +158,9 @@ def to_paste(result: SearchResult, index: int) -> str:
         layout["schedule"] = SCHEDULES[row["schedule"]]
     if result.work.model.experts:
         layout["expert"] = row["expert"]
-    if row["pipeline"] > 1 and "stages" in result.fixed:
-        layout["stages"] = list(result.fixed["stages"])
+    stages = result.fixed.get("stages")
+    if row["pipeline"] > 1 and isinstance(stages, tuple):
+        layout["stages"] = list(stages)
     train = {"micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
     return tomli_w.dumps({"layout": layout, "train": train})
 
@@ -187,7 +189,7 @@ def runner_up(result: SearchResult) -> int | None:
     return int(result.order[other[0]]) if len(other) else None
 
 
-def _pattern(space: Space, indices: Ints) -> Any:
+def _pattern(space: Space, indices: Ints) -> Bools:
     columns = [getattr(space, axis)[indices] > 1 for axis in BESIDE_DATA]
     return np.stack([*columns, space.zero[indices] == 3], axis=1)
 

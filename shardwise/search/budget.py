@@ -32,11 +32,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from shardwise.config import Model
 from shardwise.config.parameters import count
 from shardwise.errors import UserError
+from shardwise.files import Json
 
 TOKENS_PER_PARAMETER = 20.0
 """Tokens per parameter by the rule of Hoffmann et al.: their methods 1 and 2, table 3, and Chinchilla itself
@@ -219,7 +219,7 @@ proportions decide."""
 _TOO_FAR = 0.25
 
 
-def shape_for(parameters: float, vocabulary: int) -> dict[str, Any]:
+def shape_for(parameters: float, vocabulary: int) -> Json:
     """Return a Llama-like [model] of about this many parameters: within 5 % from 100M to 1T, for a vocabulary
     that leaves room for it.
 
@@ -228,14 +228,15 @@ def shape_for(parameters: float, vocabulary: int) -> dict[str, Any]:
     """
     (off, _), best = min(_shapes(parameters, vocabulary), key=lambda judged: judged[0])
     if off > _TOO_FAR:
+        nearest = count(Model.model_validate(best))
         raise UserError(
             f"no usual shape has about {parameters:,.0f} parameters and a vocabulary of {vocabulary:,}: the "
-            f"nearest has {count(Model(**best)):,}; give another model.vocabulary or another budget"
+            f"nearest has {nearest:,}; give another model.vocabulary or another budget"
         )
     return best
 
 
-def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, float], dict[str, Any]]]:
+def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, float], Json]]:
     """Yield, for each width and each feed-forward width that Llama 3 would have there, the number of layers
     that fits best; each with the errors of its count and of its proportions."""
     head_dim = 64 if parameters < SMALL_HEADS_BELOW else 128
@@ -244,9 +245,9 @@ def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, f
         heads = 8 * math.ceil(hidden / head_dim / 8)
         step = max(256, hidden // 4096 * 256)
         for ffn in range(math.ceil(3.25 * hidden / step) * step, 4 * hidden + 1, step):
-            shape: dict[str, Any] = {"hidden": hidden, "heads": heads, "ffn": ffn, **rest}
-            first = count(Model(layers=1, **shape))
-            layer = count(Model(layers=2, **shape)) - first
+            shape: Json = {"hidden": hidden, "heads": heads, "ffn": ffn, **rest}
+            first = count(Model.model_validate({"layers": 1, **shape}))
+            layer = count(Model.model_validate({"layers": 2, **shape})) - first
             layers = _round_layers(min(1 + (parameters - first) / layer, hidden / 16))
             off = abs(math.log((first + (layers - 1) * layer) / parameters))
             yield (max(off, NEAR), _unlike(layers, hidden, ffn)), {"layers": layers, **shape}

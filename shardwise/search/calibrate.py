@@ -23,10 +23,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import Any
 
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.cluster_file import write_cluster, write_corrections
+from shardwise.observe.compare_prediction import Row
 from shardwise.plan.step_terms import COMMUNICATION, IDLE
 
 LIMIT = 4.0
@@ -55,7 +55,7 @@ class Change:
 
 
 def calibrate(
-    cluster: Cluster, predicted: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    cluster: Cluster, predicted: Mapping[str, float], rows: Sequence[Row]
 ) -> tuple[Cluster, tuple[Change, ...]]:
     """Return the cluster with new factors, and what changed.
 
@@ -81,8 +81,7 @@ def _ratios(
     ratios: list[tuple[tuple[str, ...], float | None]] = []
     computing: float | None = None
     for terms, seconds in measured.items():
-        links, idle = (tuple(name for name in terms if name in group) for group in (COMMUNICATION, IDLE))
-        rest = tuple(name for name in terms if name not in (*links, *idle))
+        links, idle, rest = _by_kind(terms)
         # Computing. On devices that cannot measure the waiting apart, that is assumed to be as predicted.
         if rest:
             ratio = _ratio(seconds - _total(predicted, links), _total(predicted, (*rest, *idle)))
@@ -91,6 +90,12 @@ def _ratios(
         elif max(seconds, _total(predicted, terms)) >= LEAST_SHARE * step:
             ratios += _waits(links, idle, seconds, predicted, 1.0 if computing is None else computing)
     return ratios
+
+
+def _by_kind(terms: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the terms of communication, of idle time and of everything else."""
+    links, idle = (tuple(name for name in terms if name in group) for group in (COMMUNICATION, IDLE))
+    return links, idle, tuple(name for name in terms if name not in (*links, *idle))
 
 
 def _waits(

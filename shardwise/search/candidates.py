@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import chain, compress, product
-from typing import Any
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from shardwise.config.layout_rules import (
 from shardwise.config.layout_rules import RECOMPUTE as OF_RECOMPUTATION
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULE_FACTS, SCHEDULES, ScheduleName
 from shardwise.cost.space import BUT_ATTENTION, FULL, RECOMPUTE, Bools, Ints, Space, recompute_mode, space_of
+from shardwise.files import Json
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
 
@@ -60,7 +60,7 @@ class Candidates:
     refused: dict[str, int]
 
 
-def fixed_fields(config: Config) -> dict[str, Any]:
+def fixed_fields(config: Config) -> Json:
     """Return what the user has decided: fields of the layout that were given, the micro-batch, the
     recomputation."""
     layout = config.layout
@@ -78,10 +78,17 @@ def fixed_fields(config: Config) -> dict[str, Any]:
     return fixed
 
 
-def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
+def is_whole(fixed: Mapping[str, object], devices: int) -> bool:
     """Return whether the given degrees use all devices already, so that the others are 1."""
-    given = [fixed[axis] for axis in RANK_AXES if axis in fixed]
+    given = [degree for axis in RANK_AXES if (degree := _number(fixed, axis)) is not None]
     return bool(given) and int(np.prod(given)) == devices
+
+
+def _number(fixed: Mapping[str, object], name: str) -> int | None:
+    """Return the number that the user gave for a field, or None."""
+    value = fixed.get(name)
+    assert value is None or isinstance(value, int)
+    return value
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class _Grid:
 
 
 def candidates(
-    config: Config, devices: int, fixed: Mapping[str, Any], offloading: bool = False
+    config: Config, devices: int, fixed: Mapping[str, object], offloading: bool = False
 ) -> Candidates:
     """Return all layouts of this job on this many devices. With `offloading`, those with offloaded states are
     included where the user leaves that open."""
@@ -127,32 +134,39 @@ def candidates(
     return Candidates(Space(**columns), dict(refused))
 
 
-def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+def _degrees(devices: int, fixed: Mapping[str, object]) -> Iterator[dict[str, int]]:
     """Yield every way to write the number of devices as a product of degrees, with those that are fixed."""
-
-    def choices(axis: str, left: int) -> list[int]:
-        if axis in fixed:
-            return [fixed[axis]] if left % fixed[axis] == 0 else []
-        return divisors(left)
-
     # Who fixes a schedule wants a pipeline, and who fixes a way of attention wants context devices.
     keys = {"pipeline": "schedule", "context": "attention"} if devices > 1 else {}
     several = [axis for axis, key in keys.items() if key in fixed and axis not in fixed]
-    for pipeline in choices("pipeline", devices):
-        for tensor in choices("tensor", devices // pipeline):
-            for context in choices("context", devices // pipeline // tensor):
+    for degrees in _products(devices, fixed):
+        if all(degrees[axis] > 1 for axis in several):
+            yield degrees
+
+
+def _products(devices: int, fixed: Mapping[str, object]) -> Iterator[dict[str, int]]:
+    for pipeline in _factors("pipeline", devices, fixed):
+        for tensor in _factors("tensor", devices // pipeline, fixed):
+            for context in _factors("context", devices // pipeline // tensor, fixed):
                 left = devices // pipeline // tensor // context
-                for replica in choices("replica", left):
+                for replica in _factors("replica", left, fixed):
                     data = left // replica
-                    degrees = {
-                        "pipeline": pipeline,
-                        "replica": replica,
-                        "data": data,
-                        "context": context,
-                        "tensor": tensor,
-                    }
-                    if fixed.get("data", data) == data and all(degrees[axis] > 1 for axis in several):
-                        yield degrees
+                    if fixed.get("data", data) == data:
+                        yield {
+                            "pipeline": pipeline,
+                            "replica": replica,
+                            "data": data,
+                            "context": context,
+                            "tensor": tensor,
+                        }
+
+
+def _factors(axis: str, left: int, fixed: Mapping[str, object]) -> list[int]:
+    """Return the degrees of an axis that divide the devices which are left."""
+    degree = _number(fixed, axis)
+    if degree is None:
+        return divisors(left)
+    return [degree] if left % degree == 0 else []
 
 
 def _open(degrees: Mapping[str, int]) -> dict[str, int]:
@@ -177,11 +191,12 @@ def _is_broken(rules: Sequence[Rule], job: JobTables, space: Space) -> Bools:
     return reduce(np.logical_or, broken, np.zeros(len(space), np.bool_))
 
 
-def _grids(job: JobTables, grids: Space, fixed: Mapping[str, Any]) -> Iterator[_Grid]:
+def _grids(job: JobTables, grids: Space, fixed: Mapping[str, object]) -> Iterator[_Grid]:
     """Yield each grid with the choices inside it that break no rule."""
     all_experts = divisors(job.model.experts) if job.model.experts else [1]
-    wanted = [(fixed["expert"],)] if "expert" in fixed else [(expert,) for expert in all_experts]
-    ways = {"ulysses": [(0,)], "ring": [(1,)]}.get(fixed.get("attention", ""), [(0,), (1,)])
+    asked = _number(fixed, "expert")
+    wanted = [(expert,) for expert in (all_experts if asked is None else [asked])]
+    ways = {"ulysses": [(0,)], "ring": [(1,)]}.get(str(fixed.get("attention", "")), [(0,), (1,)])
     runs, tried = ("schedule", "stages_per_rank", "recompute"), _modes(job, fixed)
     of_grids = zip(
         _allowed(job, grids, (*EXPERT, *DRIVER), ("expert",), wanted),
@@ -192,15 +207,19 @@ def _grids(job: JobTables, grids: Space, fixed: Mapping[str, Any]) -> Iterator[_
     alone = [(SCHEDULES.index(DEFAULT_SCHEDULE), 1, mode) for mode in tried]
     for place, (experts, attentions, of_pipeline) in enumerate(of_grids):
         degrees = {axis: int(getattr(grids, axis)[place]) for axis in RANK_AXES}
-        modes: dict[tuple[int, int], list[int]] = {}
-        for schedule, per_rank, mode in of_pipeline if degrees["pipeline"] > 1 else alone:
-            modes.setdefault((schedule, per_rank), []).append(mode)
         yield _Grid(
             degrees,
             {expert: _obstacle(job, degrees, expert) for (expert,) in experts},
             [ring for (ring,) in attentions] if degrees["context"] > 1 else [0],
-            modes,
+            _modes_by_schedule(of_pipeline if degrees["pipeline"] > 1 else alone),
         )
+
+
+def _modes_by_schedule(runs: Choices) -> dict[tuple[int, int], list[int]]:
+    modes: dict[tuple[int, int], list[int]] = {}
+    for schedule, per_rank, mode in runs:
+        modes.setdefault((schedule, per_rank), []).append(mode)
+    return modes
 
 
 def _allowed(
@@ -229,16 +248,12 @@ def _problems(config: Config, grid: _Grid, micro_batches: Sequence[int], asked: 
 
 
 def _expanded(
-    config: Config, grid: _Grid, fixed: Mapping[str, Any], offloads: Sequence[bool], refused: Counter[str]
+    config: Config, grid: _Grid, fixed: Mapping[str, object], offloads: Sequence[bool], refused: Counter[str]
 ) -> Iterator[dict[str, Ints]]:
     """Yield the candidates with these degrees, as columns."""
-    degrees, asked = grid.degrees, fixed.get("micro_batch")
+    degrees, asked = grid.degrees, _number(fixed, "micro_batch")
     share = config.train.global_batch // (degrees["replica"] * degrees["data"])
-    sizes = divisors(share)
-    if asked is None:
-        micro_batches = [size for size in sizes if size <= LARGEST_MICRO_BATCH]
-    else:
-        micro_batches = [size for size in sizes if size == asked]
+    micro_batches = _micro_batches(share, asked)
     if problems := _problems(config, grid, micro_batches, asked):
         refused.update(problems)
         return
@@ -258,8 +273,15 @@ def _expanded(
     yield columns
 
 
+def _micro_batches(share: int, asked: int | None) -> list[int]:
+    """Return the micro-batches to try that divide a device's share of the global batch."""
+    if asked is None:
+        return [size for size in divisors(share) if size <= LARGEST_MICRO_BATCH]
+    return [asked] if asked in divisors(share) else []
+
+
 def _choices(
-    config: Config, grid: _Grid, fixed: Mapping[str, Any], offloads: Sequence[bool]
+    config: Config, grid: _Grid, fixed: Mapping[str, object], offloads: Sequence[bool]
 ) -> Iterator[tuple[int, ...]]:
     """Yield every combination of the choices inside a grid: ZeRO stage, offloading, schedule, stages per
     rank, experts, ring and recomputation."""
@@ -272,7 +294,7 @@ def _choices(
             yield from ((zero, offload, *run, expert, ring, mode) for mode in grid.modes[run])
 
 
-def _modes(job: JobTables, fixed: Mapping[str, Any]) -> list[int]:
+def _modes(job: JobTables, fixed: Mapping[str, object]) -> list[int]:
     """Return the ways to recompute that are tried.
 
     To store the outputs of attention alone is tried where attention is a fourth of the work: elsewhere it
@@ -285,7 +307,7 @@ def _modes(job: JobTables, fixed: Mapping[str, Any]) -> list[int]:
     return [place for place in range(len(RECOMPUTE)) if place != BUT_ATTENTION or worth]
 
 
-def _runs(modes: Sequence[int], fixed: Mapping[str, Any]) -> Choices:
+def _runs(modes: Sequence[int], fixed: Mapping[str, object]) -> Choices:
     """Return the ways to run a pipeline: schedule, stages per rank and recomputation.
 
     Full recomputation repeats a block for each of its weights where backward is split. So it is not proposed
@@ -300,22 +322,22 @@ def _runs(modes: Sequence[int], fixed: Mapping[str, Any]) -> Choices:
     ]
 
 
-def _schedules(fixed: Mapping[str, Any]) -> Iterator[tuple[ScheduleName, int]]:
+def _schedules(fixed: Mapping[str, object]) -> Iterator[tuple[ScheduleName, int]]:
     """Yield the schedules to try, with the numbers of stages per rank to try."""
     for schedule in SCHEDULES:
         facts = SCHEDULE_FACTS[schedule]
         if fixed["schedule"] == schedule if "schedule" in fixed else facts.is_proposed:
-            chosen = fixed.get("stages_per_rank")
+            chosen = _number(fixed, "stages_per_rank")
             several = STAGES_PER_RANK if chosen is None else (chosen,)
             counts = several if facts.is_interleaved else (facts.stages_per_rank,)
             yield from ((schedule, count) for count in counts)
 
 
-def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:
-    return Layout(**degrees, expert=expert)
+def _layout(degrees: Mapping[str, int], expert: int = 1) -> Layout:
+    return Layout.model_validate({**degrees, "expert": expert})
 
 
-def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | None:
+def _obstacle(job: JobTables, degrees: Mapping[str, int], expert: int) -> str | None:
     """Return why these axes cannot send less data as the job asks; None if they can."""
     how = {name: getattr(job.layout, name) for name in (*SETTINGS, "backward_shards")}
     layout = _layout(degrees, expert).model_copy(update=how)
@@ -323,17 +345,25 @@ def _obstacle(job: JobTables, degrees: Mapping[str, Any], expert: int) -> str | 
     return next(chain(problems_of_compression(layout), nearby), None)
 
 
-def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
+def _zeros(
+    config: Config, degrees: Mapping[str, int], fixed: Mapping[str, object], offload: bool
+) -> list[int]:
     """Return the ZeRO stages to try with these degrees."""
     highest = 0 if config.optimizer.needs_whole_states(config.layout) else 3
-    if offload and 0 in (highest, fixed.get("zero")):  # only sharded states can be offloaded
+    asked = _number(fixed, "zero")
+    if offload and 0 in (highest, asked):  # only sharded states can be offloaded
         return []
-    if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
-        if degrees["replica"] > 1 and "replica" not in fixed:
-            return []
-        return [fixed.get("zero", 3)] if offload else [0]
-    if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
-        return [3]
-    # Copies of whole states are what the data axis has already.
-    lowest = max(least_zero(config.layout), int(degrees["replica"] > 1 or offload))
-    return [stage for stage in range(lowest, highest + 1) if fixed.get("zero", stage) == stage]
+    if shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
+        # Copies of whole states are what the data axis has already.
+        lowest = max(least_zero(config.layout), int(degrees["replica"] > 1 or offload))
+        return _sharded_stages(range(lowest, highest + 1), asked, offload)
+    if degrees["replica"] > 1 and "replica" not in fixed:
+        return []
+    return [3 if asked is None else asked] if offload else [0]
+
+
+def _sharded_stages(stages: Sequence[int], asked: int | None, offload: bool) -> list[int]:
+    """Return the ZeRO stages to try, of those that are possible, where devices share weights."""
+    if asked is not None:
+        return [asked] if asked in stages else []
+    return [3] if offload else list(stages)  # the lower stages keep whole weights on the device

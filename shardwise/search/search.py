@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -59,7 +58,7 @@ class SearchResult:
     margin: float
     refused: dict[str, int]
     seconds: float
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, object]
     played: Ints
     """The pipelines that could win, which were simulated with their own schedules."""
 
@@ -160,7 +159,7 @@ def _costed(
     space: Space,
     margin: float,
     refused: dict[str, int],
-    fixed: Mapping[str, Any],
+    fixed: Mapping[str, object],
     devices: int,
 ) -> SearchResult:
     total, least, peak, host = _cost(work, space, cluster)

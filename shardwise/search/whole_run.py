@@ -3,6 +3,7 @@ what a compute budget buys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +13,11 @@ from shardwise.config import Config, Model
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import count
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.collectives import group_of
+from shardwise.cost.collectives import Group, group_of
+from shardwise.cost.flow import Flow
 from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
+from shardwise.files import Json
 from shardwise.observe.format import format_count
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
@@ -36,7 +39,7 @@ _OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EX
 
 def beyond(
     config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS
-) -> dict[str, Any]:
+) -> Json:
     """Return what an answer contains beside the step: the whole run, links, checkpoints, ways to send less,
     and which codec would be worth it."""
     best = int(result.order[0])
@@ -51,7 +54,7 @@ def beyond(
     }
 
 
-def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]:
+def whole_run(config: Config, result: SearchResult, best: int) -> Json:
     """Return the days, device hours, energy and money of all steps."""
     device = result.cluster.device
     rate = 1.0 / (float(result.prediction(best).total[0]) * result.devices)
@@ -64,7 +67,7 @@ def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]
     }
 
 
-def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
+def to_hide(result: SearchResult, best: int) -> Json | None:
     """Return the bandwidth that a device needs so that gathers and gradient sums hide behind the computing,
     at the link's own latency.
 
@@ -79,12 +82,7 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     moved = [flow for flow in flows(result.work, winner) if flow.axis in _OF_WEIGHTS and flow.bytes[0]]
     groups = [group_of(flow.axis, winner, result.cluster) for flow in moved]
     between = any(group.nodes[0] > 1 for group in groups)
-    wire = hops = 0.0
-    for flow, group in zip(moved, groups, strict=True):
-        if between == (group.nodes[0] > 1):
-            members, sharing = int(group.size[0]), float(group.inside[0]) if between else 1.0
-            wire += wire_bytes(flow.kind, float(flow.bytes[0]), members) / sharing
-            hops += float(flow.count[0]) * ring_hops(flow.kind, members) / sharing
+    wire, hops = _on_the_wire(moved, groups, between)
     if not wire:
         return None
     link = result.cluster.between if between else result.cluster.inside
@@ -100,9 +98,18 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     }
 
 
-def checkpoints(
-    config: Config, result: SearchResult, best: int, storage: float, device_hours: float
-) -> dict[str, Any]:
+def _on_the_wire(moved: Sequence[Flow], groups: Sequence[Group], between: bool) -> tuple[float, float]:
+    """Return the bytes and the hops of a device on the links between nodes, or on those inside a node."""
+    wire = hops = 0.0
+    for flow, group in zip(moved, groups, strict=True):
+        if between == (group.nodes[0] > 1):
+            members, sharing = int(group.size[0]), float(group.inside[0]) if between else 1.0
+            wire += wire_bytes(flow.kind, float(flow.bytes[0]), members) / sharing
+            hops += float(flow.count[0]) * ring_hops(flow.kind, members) / sharing
+    return wire, hops
+
+
+def checkpoints(config: Config, result: SearchResult, best: int, storage: float, device_hours: float) -> Json:
     """Return how often to save, what it costs, and the useful fraction of time."""
     cluster = result.cluster
     width = float(BYTES[result.work.state_dtype]) * (1 + len(config.optimizer.slots))
@@ -137,11 +144,7 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
             raise UserError(f"{option} {value:g}: give a number above 0, for example {example}")
     if flops is None:
         assert days is not None
-        peak = cluster.device.peak.get(config.train.precision) or max(cluster.device.peak.values())
-        flops = compute_of(days, cluster.devices, 0.4 * peak)
-        for _ in range(4):  # the speed depends on the model's size, and the size on the speed
-            rate = _rate(config, cluster, chinchilla(flops).parameters)[1]
-            flops = compute_of(days, cluster.devices, rate)
+        flops = _flops_of_days(config, cluster, days)
     optimum = chinchilla(flops)
     model, rate, layout = _rate(config, cluster, optimum.parameters)
     bill = cost(flops, rate, cluster.devices, cluster.device.watts, cluster.price)
@@ -161,11 +164,21 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
     }
 
 
-def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str, Any], float, str]:
+def _flops_of_days(config: Config, cluster: Cluster, days: float) -> float:
+    peak = cluster.device.peak.get(config.train.precision) or max(cluster.device.peak.values())
+    flops = compute_of(days, cluster.devices, 0.4 * peak)
+    for _ in range(4):  # the speed depends on the model's size, and the size on the speed
+        rate = _rate(config, cluster, chinchilla(flops).parameters)[1]
+        flops = compute_of(days, cluster.devices, rate)
+    return flops
+
+
+def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[Json, float, str]:
     """Return a shape of about this many parameters, the FLOP/s that a device reaches with it under its best
     layout, and that layout."""
     shape = shape_for(parameters, config.model.vocabulary)
-    model = Model(**{**shape, "max_positions": max(config.data.sequence_length, config.model.max_positions)})
+    positions = max(config.data.sequence_length, config.model.max_positions)
+    model = Model.model_validate({**shape, "max_positions": positions})
     other = config.model_copy(update={"model": model})
     result = search(other, cluster, cluster.devices)
     if not len(result.order):
