@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 PRELOAD = ["shardwise.verify.compare_layout", "shardwise.verify.trace_modules", "shardwise.verify.sum_dtypes"]
 SECONDS = 600.0
 """Seconds without an answer after which the workers are considered to wait for each other forever."""
+STACK_SECONDS = 10.0
+"""Longest wait for the stack that a silent worker writes into its log; on a busy machine it may come late."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ class Workers:
     def _no_answer(self, ranks: list[int]) -> str:
         """Return a message for the case that no worker failed and none answers. It shows where the first of
         them stands."""
-        stack = self._started[ranks[0]].log.read_text(errors="replace")[-3000:]
+        log, deadline = self._started[ranks[0]].log, time.monotonic() + STACK_SECONDS
+        while not (stack := log.read_text(errors="replace")[-3000:]) and time.monotonic() < deadline:
+            time.sleep(0.1)
         waited = f"no answer from ranks {ranks} within {self.seconds:.0f} s: they wait for each other"
         return f"{waited}. Rank {ranks[0]} is here:\n{stack}"
 
