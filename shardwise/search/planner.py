@@ -31,46 +31,46 @@ class Planner:
     """Makes the plans of one job on one kind of device."""
 
     config: Config
-    """As it was asked for."""
+    """The job as the user wrote it."""
     devices: int
-    """The most that there will be."""
+    """Largest number of devices that the run will have."""
     memory_bytes: float | None
-    """Of each; None: unknown."""
+    """Memory of each device; None if it is unknown."""
     parameters: ModuleParameters | None = None
-    """As counted in a user's own module; None: the configuration tells."""
+    """Numbers of parameters of a user's module; None: the model is ours."""
     cluster: Cluster | None = None
     cluster_file: str | None = None
     searches: bool = False
     """Whether the planner is to decide what the job leaves open."""
     _plans: dict[int, Plan | None] = field(default_factory=dict, compare=False, repr=False)
-    """Made already, by the number of devices."""
+    """Plans that were made already, by the number of devices."""
 
     @cached_property
     def first(self) -> Plan:
-        """The plan on all devices; a `ConfigError` says why there is none."""
+        """The plan on all devices. Raises a `ConfigError` if there is none."""
         plan = self._plans[self.devices] = driver_of(self.config).first_plan(self)
         return plan
 
     def on(self, devices: int, least: int) -> Plan | None:
-        """The plan for as many of these devices as can be used; None if that is fewer than `least`."""
+        """Return the plan for as many of these devices as can be used; None if that is fewer than `least`."""
         if devices not in self._plans:
             self._plans[devices] = driver_of(self.config).plan_on(self, devices, least)
         return self._plans[devices]
 
     def planned(self, devices: int) -> Plan:
-        """The plan of the job on exactly these devices; a `ConfigError` says why there is none."""
+        """Return the plan of the job on exactly these devices. Raises a `ConfigError` if there is none."""
         config, asked = self._job_to_plan
         return self._predicted(choose(config, devices, self.memory_bytes, self.parameters, asked))
 
     def fitted(self, devices: int, least: int) -> Plan | None:
-        """The plan of the nearest layout on at most these devices; None if that is on fewer than `least`."""
+        """Return the plan of the nearest layout on at most these devices; None below `least`."""
         config, asked = self._job_to_plan
         plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
         return self._predicted(plan) if plan else None
 
     @property
     def searched(self) -> str | None:
-        """What a search found and why it is the best; None where there was none."""
+        """Result of the search and why it is the best; None if nothing was searched."""
         config, asked = self._job_to_plan
         if asked is None:
             return None
@@ -83,16 +83,15 @@ class Planner:
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, OriginalJob | None]:
-        """The job that plans are made for: with what a search decided put in, and beside it the job as it was
-        asked for."""
+        """The job with the decisions of a search, from which plans are made, and the job as it was written."""
         config = driver_of(self.config).job_to_plan(self.config)
         if not self.searches or self.cluster is None:
             return config, None
         return plan_job(config, self.cluster.of(self.devices), self.devices)
 
     def _predicted(self, plan: Plan) -> Plan:
-        """The plan with what a step will take, where the cluster is known. No run fails for want of a
-        prediction."""
+        """Return the plan with a prediction of its step, if the cluster is known. A run that cannot be
+        predicted starts all the same."""
         plan = replace(plan, cluster_file=self.cluster_file, bucket_bytes=self._bucket_bytes(plan))
         countable = self.config.model.module is None and driver_of(self.config).is_predicted
         if self.cluster is None or not countable:
@@ -105,9 +104,10 @@ class Planner:
             return replace(plan, unpredicted=str(error))
 
     def _bucket_bytes(self, plan: Plan) -> int | None:
-        """For the link of the cluster that the job names. What was measured on this machine in passing is not
-        gone by: sums in other buckets have other last bits, and a run must not depend on how busy the machine
-        was then."""
+        """Return the size of gradient buckets for the cluster that the job names; None: torch's default.
+
+        Measurements of this machine are not used. Another bucket size changes the last bits of sums, and a
+        run must not depend on how busy the machine was."""
         engine = plan.engine
         named = self.config.cluster.file is not None or self.config.cluster.preset is not None
         if self.cluster is None or not named or engine.sharded or engine.single:
@@ -118,8 +118,8 @@ class Planner:
 
 
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:
-    """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the
-    job names."""
+    """Return whether a search decides: the job leaves out the whole layout, or the micro-batch on a cluster
+    that it names."""
     if config.model.module is not None or not driver_of(config).lockstep:
         return False
     return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
