@@ -1,14 +1,12 @@
-"""Where every plan of a run is made: the first team's, and that of every later team with another number of
-workers.
+"""The planner of a run: it makes the first team's plan, and the plan of each later team of another size.
 
-A plan is made by the process that starts the workers, before any of them, and travels to them with their
-team. Workers that torchrun or srun started have no such process of ours; there each rank makes the plan by
-the same function from the same job (which needs no peers, so that each refuses a bad job at once), and they
-compare before the first step (train/run.py).
+The process that starts the workers makes the plan before it starts any of them, and sends it to them. Workers
+that torchrun or srun starts have no such process. There each rank makes the plan from the same job by the
+same function, which needs no peers, so that each rank refuses a bad job at once. The ranks compare their
+plans before the first step (train/run.py).
 
-What the job leaves open is decided in this order: by a search over all layouts, where the job gives none and
-the cluster is known (search/); then by the rules of plan/choose.py. On fewer workers the nearest layout to
-that is taken.
+If the job gives no layout and the cluster is known, a search over all layouts decides (search/). The rest is
+decided by the rules of plan/choose.py. On fewer workers the plan has the nearest layout that fits.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class Planner:
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, OriginalJob | None]:
-        """The job with the decisions of a search, from which plans are made, and the job as it was written."""
+        """The job with the decisions of a search, from which plans are made, and the written job."""
         config = driver_of(self.config).job_to_plan(self.config)
         if not self.searches or self.cluster is None:
             return config, None
