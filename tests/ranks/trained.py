@@ -96,7 +96,7 @@ class Held:
         self.gathers_for_a_while = layout.zero in (0, 3) and not splits_backward(layout)
         for part in training.parallel.parts:
             part.model.register_forward_hook(lambda *_: self.look(gathered=not self.gathers_for_a_while))
-            for name in ("micro_batch", "release"):
+            for name in ("micro_batch", "reduce_gradients"):
                 setattr(part, name, self._before(getattr(part, name), gathered=not self.gathers_for_a_while))
         training.optimizer.pieces = self._before(  # type: ignore[method-assign] # asked for before an update
             self._before_update(training.optimizer.pieces), gathered=self.gathers_for_a_while
