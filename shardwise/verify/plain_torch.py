@@ -33,7 +33,6 @@ from torch import Tensor
 
 from shardwise.config import Config, Model, Train
 from shardwise.errors import UserError
-from shardwise.files import Json
 
 Array = NDArray[np.int64 | np.bool_]
 State = dict[str, Tensor]
@@ -467,7 +466,7 @@ def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer
     decay."""
     decayed = [weight for name, weight in weights.items() if weight.ndim >= 2 and name not in _TABLES]
     rest = [weight for name, weight in weights.items() if weight.ndim < 2 or name in _TABLES]
-    groups: list[Json] = [
+    groups: list[dict[str, object]] = [
         {"params": decayed, "weight_decay": config.optimizer.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
