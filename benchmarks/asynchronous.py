@@ -45,7 +45,7 @@ SMALL = [
     "observe.sample=",
 ]  # fmt: skip
 CABLE_STEPS = 60
-"""Of lockstep over a slow cable, for its speed alone."""
+"""Number of synchronous steps over the slow cable, which are run for their speed alone."""
 Records = list[dict[str, Any]]
 
 
@@ -240,7 +240,7 @@ def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
 
 
 def over_the_cable(run: Path, words: list[str], steps: int) -> tuple[float, float]:
-    """Train over the cable, so many steps: seconds of one, and bytes of one."""
+    """Train this many steps over the cable, and return the seconds and the bytes of one step."""
     before = sent()
     together(run, words)
     steady = records(run)[10:]
@@ -334,8 +334,7 @@ NUMBERS, WORKERS = 50_000_000, 4
 
 
 def throughput(rounds: int) -> None:
-    """Of a server: 4 pushes are summed, an update of the weights is made and published, and the weights are
-    pulled."""
+    """Measure a server: it sums 4 pushes, updates and publishes the weights, and workers pull them."""
     for attempt in range(3):
         gloo, own = _by_gloo(rounds), _by_server(rounds)
         print(

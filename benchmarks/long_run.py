@@ -57,7 +57,7 @@ def write(run: Path, steps: int) -> int:
 
 
 def step(number: int) -> dict[str, Any]:
-    """As the reporter writes it."""
+    """Return the record of a step as the reporter writes it."""
     spans = {
         "data": 0.00123,
         "forward_backward": 0.7 + number % 97 / 1e3,

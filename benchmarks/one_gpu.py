@@ -27,25 +27,25 @@ from pathlib import Path
 JOB = Path(__file__).parents[1] / "examples" / "verify.toml"
 DENSE = ("model.preset=bytes-400k", "model.layers=4", "model.kv_heads=4")
 SETS = 5
-"""Of workers at a time, each in a process of its own."""
+"""Number of sets of workers that run at the same time, each set in its own process."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout to prove."""
+    """One layout that the benchmark proves."""
 
     name: str
     layout: str
-    """As overrides, without `layout.`"""
+    """Overrides of the job, written without `layout.`"""
     experts: bool = False
     train: str = ""
     dtype: str = "float64"
     milliseconds: float = 0.0
-    """Of delay, at most."""
+    """Longest delay of a message."""
 
     @property
     def workers(self) -> int:
-        """How many it takes."""
+        """Number of workers that the layout needs."""
         sizes = dict(word.split("=") for word in self.layout.split())
         count = 1
         for axis in ("pipeline", "replica", "data", "context", "tensor"):
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def overrides(self) -> list[str]:
-        """Of the job."""
+        """Overrides of the job, as the command takes them."""
         layout = [f"layout.{word}" for word in self.layout.split()]
         return [
             *(() if self.experts else DENSE),

@@ -139,7 +139,7 @@ def run_steps(step: Callable[[], Any], count: int) -> Run:
 
 
 def idle_share(steps: list[list[Span]]) -> float:
-    """Of one step, given the spans of every rank."""
+    """Return the idle share of one step, given the spans of every rank."""
     makespan = max(span[4] for rank in steps for span in rank) - min(
         span[3] for rank in steps for span in rank
     )

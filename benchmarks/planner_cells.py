@@ -301,7 +301,7 @@ MEGATRON_LIKE = ("megatron", "megatron-2023", "megatron-core", "nemo")
 
 
 def precision(row: Row, assumed: list[str]) -> str:
-    """Of matrix products."""
+    """Return the precision of matrix products."""
     lower = row.get("precision", "").lower()
     if lower in NOT_GIVEN:
         assumed.append("precision bfloat16")

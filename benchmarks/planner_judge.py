@@ -38,13 +38,13 @@ class Judged:
 
     @property
     def error(self) -> float:
-        """Of the step time, signed: above 0 where the planner is too slow."""
+        """Signed error of the step time: above 0 where the planner is too slow."""
         assert self.case.seconds is not None
         return self.seconds / self.case.seconds - 1
 
     @property
     def flops(self) -> float:
-        """Of a step and device, by our own count."""
+        """FLOPs of a step on one device, by our own count."""
         work = self.case.work
         return flops_per_token(work.model, work.sequence_length) * work.tokens / self.case.devices
 

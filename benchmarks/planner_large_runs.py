@@ -39,7 +39,7 @@ class Run:
     layout: Mapping[str, Any]
     """Keys of a job's [layout]."""
     mfu: str
-    """As printed."""
+    """MFU as the source prints it."""
     train: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 

@@ -94,7 +94,7 @@ SHAPES |= {name.rpartition("a")[0]: SHAPES[name] for name in ("qwen330ba3b", "qw
 
 
 def shape_of(name: str) -> dict[str, Any]:
-    """Of a well-known model."""
+    """Return the shape of a well-known model."""
     return dict(SHAPES[_key(name)])
 
 

@@ -73,7 +73,7 @@ def figures_of(row: Row) -> tuple[dict[str, float], dict[str, str]]:
 def seconds_of(
     row: Row, work: Workload, devices: int, published: Mapping[str, float], convention: str | None
 ) -> float | None:
-    """Of a step: as printed, or from what was."""
+    """Return the seconds of a step, as printed or computed from printed figures."""
     given = measured(row, "step_time_s")
     if given:
         return given

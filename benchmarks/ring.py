@@ -69,7 +69,7 @@ ON_DEVICE = {"cpu": (CPU, PLAIN), "cuda": (CUDNN, FLASH, EFFICIENT, PLAIN)}
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a whole sequence."""
+    """Shape of the attention of a whole sequence."""
 
     length: int
     heads: int

@@ -88,11 +88,11 @@ class Measured:
     """Median of a step; of two by themselves, the slower in each step: in lockstep it would be waited for."""
     predicted: float
     wire_bytes: float
-    """That each worker sends in a step."""
+    """Bytes that each worker sends in a step."""
     hidden: float
     """Share of the collectives' time that passed beside computing."""
     steps: list[tuple[float, float]]
-    """Of each step: how long it took, and how long the slower worker computed in it."""
+    """Seconds of each step, and seconds that the slower worker computed in it."""
 
 
 def main() -> None:
@@ -279,7 +279,7 @@ def _steps(run: Path) -> list[tuple[float, float]]:
 
 
 def _wire_bytes(key: str, entry: dict[str, int]) -> float:
-    """That each of two devices sends for these collectives of a ledger."""
+    """Return the bytes that each of two devices sends for these collectives of a ledger."""
     return entry["bytes"] * (1.0 if key.startswith("all_reduce") else 0.5)
 
 

@@ -122,7 +122,7 @@ def _as_before(full: torch.Tensor) -> torch.Tensor:
 
 
 def _seconds(way: Callable[[], object], repeats: int) -> float:
-    """Of one call, on average."""
+    """Return the mean seconds of one call."""
     _wait()
     begin = time.perf_counter()
     for _ in range(repeats):

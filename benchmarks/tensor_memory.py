@@ -142,7 +142,7 @@ class Record(LiveBytes):  # type: ignore[no-untyped-call]
         self.made = dict.fromkeys((OUTSIDE, WHOLE, SPLIT), NOTHING)
         self.logits = NOTHING
         self.alive: list[Made] = []
-        """At the worst moment."""
+        """Tensors that are alive at the moment when most bytes are held."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.watching:
