@@ -36,7 +36,9 @@ def _mistaken(arguments: Sequence[str], known: set[str]) -> Iterator[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     for index, argument in enumerate(arguments[:end]):
         option = argument.partition("=")[0]
-        if not option.startswith("--") or option in known or (ours := _key_of(option)) is None:
+        if not option.startswith("--") or any(f"{name}-".startswith(f"{option}-") for name in known):
+            continue  # typer knows the option, or names the longer one that begins like it
+        if (ours := _key_of(option)) is None:
             continue
         yield _advice(argument, ours, arguments[index + 1] if index + 1 < end else "")
 

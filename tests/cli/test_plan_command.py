@@ -347,3 +347,11 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(plan: Plan, tm
         plan(LARGE, "--html", str(tmp_path / ("x" * 300))),
         "cannot be written (File name too long); give another path",
     )
+
+
+def test_the_beginning_of_an_option_is_answered_with_the_option(plan: Plan) -> None:
+    """It is no key of the job, even where a key is named alike."""
+    status, _, errors = plan(LARGE, "--storage", "3")
+    assert status == 2
+    assert "--storage-gb-per-s" in errors
+    assert "layout.zero" not in errors
