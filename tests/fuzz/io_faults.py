@@ -13,7 +13,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,20 @@ def faulty(folder: Path, kind: str = "none", fails_at: int = -1) -> Iterator[Dis
             lambda path, mode, opener=None: open_stream(path, mode + "b", buffering=0),
         )
         yield disk
+    if kind == "crash":
+        close_files(disk.folder)
+
+
+def close_files(folder: Path) -> None:
+    """Close the files below a folder that this process left open, as the system does when a process ends.
+
+    Their descriptors stay valid, because an object may still hold one and close it later.
+    """
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"{folder.resolve()}/"):
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), int(descriptor))
 
 
 def count_calls(folder: Path, work: Callable[[], object]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.io_faults import KINDS, Crashed, count_calls, faulty
+from fuzz.io_faults import KINDS, Crashed, close_files, count_calls, faulty
 from ranks.jobs import ALONE, LLAMA, job, start
 from torch import Tensor
 
@@ -178,6 +178,7 @@ def test_a_preparation_that_fails_at_any_call_goes_on_to_the_same_tokens(tmp_pat
         folder = tmp_path / f"at-{number}"
         with faulty(folder, kind, number) as disk, suppress(UserError, Crashed):
             run(folder)()
+        close_files(folder)  # the process that failed has ended
         run(folder)()
         assert row(folder) == expected, f"call {number} ({disk.calls[number]})"
 
