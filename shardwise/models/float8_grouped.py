@@ -34,11 +34,10 @@ from shardwise.models.float8_products import (
     ScaledProduct,
     join_weights,
     quantise,
-    rounded_to,
     transposed,
 )
 from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
-from shardwise.models.torch_dtypes import wide
+from shardwise.models.torch_dtypes import rounded_to, wide
 from shardwise.plan.float8_choice import MULTIPLE
 
 

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch import AutogradContext, float8_mm
-from shardwise.models.torch_dtypes import wide
+from shardwise.models.torch_dtypes import rounded_to, wide
 from shardwise.models.unallocated import ExactBuffers
 from shardwise.plan.float8_choice import MULTIPLE
 
@@ -274,9 +274,3 @@ def multiply(
         return float8_mm(left, right, 1 / left_scale, 1 / right_scale, dtype)
     exact = wide(dtype)
     return rounded_to(dtype, (left.to(exact) @ right.to(exact)) * (1 / (left_scale * right_scale)))
-
-
-def rounded_to(dtype: torch.dtype, product: Tensor) -> Tensor:
-    """Return the tensor in that dtype. It is the same object, not a view, where it has the dtype already: in
-    code compiled by torch 2.11, a view would get no gradient."""
-    return product if product.dtype == dtype else product.to(dtype)

@@ -24,7 +24,7 @@ from shardwise._torch import AutogradContext
 from shardwise.config.model import Model
 from shardwise.models.float8_products import Float8
 from shardwise.models.products import linear
-from shardwise.models.torch_dtypes import wide
+from shardwise.models.torch_dtypes import rounded_to, wide
 
 
 class Linear(nn.Linear):
@@ -82,7 +82,7 @@ class _Lookup(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.rows, ctx.dtype, ctx.padding = weight.shape[0], weight.dtype, -1 if padding is None else padding
-        return F.embedding(ids, weight).to(dtype)
+        return rounded_to(dtype, F.embedding(ids, weight))
 
     @staticmethod
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch import AutogradContext
-from shardwise.models.torch_dtypes import wide
+from shardwise.models.torch_dtypes import rounded_to, wide
 
 
 class Sorting(NamedTuple):
@@ -98,7 +98,7 @@ class _WeightedSum(torch.autograd.Function):
         dtype = wide(outputs.dtype)
         choices = zip(inverse_order.view(weights.shape).unbind(1), weights.to(dtype).unbind(1), strict=True)
         rows = (outputs.index_select(0, place).to(dtype) * weight.unsqueeze(1) for place, weight in choices)
-        return sum(rows).to(outputs.dtype)  # type: ignore[union-attr]
+        return rounded_to(outputs.dtype, sum(rows))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -62,6 +62,15 @@ def test_a_padding_row_gets_no_gradient() -> None:
     assert torch.equal(found[:3], truth[:3])
 
 
+def test_a_compiled_lookup_has_the_gradient_of_one_that_is_not() -> None:
+    weight, ids = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True), frequent_ids(40)
+    compiled = torch.compile(lookup, backend="eager")
+    truth, found = (
+        torch.autograd.grad(look(ids, weight).square().sum(), weight)[0] for look in (lookup, compiled)
+    )
+    assert torch.equal(found, truth)
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
