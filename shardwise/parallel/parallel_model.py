@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
@@ -105,10 +106,15 @@ class ParallelModel:
         return total
 
     def complete_gradients(self) -> None:
-        """Make the sums that must wait for the last micro-batch, and coalesce sparse gradients."""
+        """Make the sums that must wait for the last micro-batch, coalesce sparse gradients, and split each
+        gradient as its weight is split."""
         for _, parameter in self.named_parameters():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.coalesce()
+            elif isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+                # torch 2.11 gathers an unevenly split gradient when it adds the next micro-batch's to it.
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
         dense = (parameter for name, parameter in self.named_parameters() if not self._is_expert(name))
         sum_whole(dense, self.comm)
 
