@@ -227,7 +227,7 @@ def _refused(family: Family, config: Json) -> Iterator[str]:
 def _refused_window(config: Json, kinds: list[object]) -> Iterator[str]:
     """Yield what is wrong with the keys of sliding windows in a family that has windows."""
     for key in ("sliding_window", "max_window_layers"):
-        if not isinstance(config.get(key) or 0, int):
+        if not isinstance(config.get(key), int | None):
             yield f"{key} = {shown(config[key])}: not a number"
     if config.get("use_sliding_window") and not kinds and config.get("max_window_layers", 0) is None:
         yield "max_window_layers = None: not a number, and there are no layer_types"
@@ -236,7 +236,7 @@ def _refused_window(config: Json, kinds: list[object]) -> Iterator[str]:
 def _refused_numbers(config: Json) -> Iterator[str]:
     """Yield the first value that is not a number, or a window that would matter in a family without one."""
     for key in ("sliding_window", "max_position_embeddings", "router_aux_loss_coef"):
-        if not isinstance(config.get(key) or 0, int | float):
+        if not isinstance(config.get(key), int | float | None):
             yield f"{key} = {shown(config[key])}: not a number"
             return
     window, longest = (to_number(config, key, 0) for key in ("sliding_window", "max_position_embeddings"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,16 @@ def test_a_configuration_that_we_cannot_follow_is_refused_with_key_and_value(
     with pytest.raises(UserError, match=r"config\.json") as refusal:
         to_model(config, "config.json")
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [{}, [], "", "x", True, None, -1, 0, 0.5, 1e300, [1], {"a": 1}], ids=repr)
+def test_a_value_of_another_kind_is_read_or_refused_whichever_key_has_it(value: Any) -> None:
+    written = [to_config(Model(**preset))[1] for preset in PRESETS.values()]
+    more = ("sliding_window", "max_window_layers", "router_aux_loss_coef", "layer_types")
+    for config in {one["model_type"]: one for one in written}.values():
+        for key in (*config, *more):
+            with suppress(UserError):
+                to_model({**config, key: value}, "config.json")
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
