@@ -10,7 +10,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -204,6 +204,17 @@ def inside_backward() -> bool:
     would keep the answer from the time when it was traced.
     """
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def graph_owners(outputs: Iterable[torch.Tensor]) -> list[object]:
+    """Return objects that keep the autograd graph of these outputs alive.
+
+    The first half of a split backward detaches the outputs of a stage. Before torch 2.13, the node of an
+    `autograd.Function` that only these outputs referred to is then freed, although the second half needs it.
+    """
+    if torch.__version__ >= "2.13":
+        return []
+    return [torch.autograd.graph.get_gradient_edge(output) for output in outputs if output.requires_grad]
 
 
 def pipeline_runtime(

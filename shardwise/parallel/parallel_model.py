@@ -112,9 +112,10 @@ class ParallelModel:
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 parameter.grad = gradient.coalesce()
-            elif isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 # torch 2.11 gathers an unevenly split gradient when it adds the next micro-batch's to it.
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+                if gradient.placements != parameter.placements:
+                    parameter.grad = gradient.redistribute(placements=parameter.placements)
         dense = (parameter for name, parameter in self.named_parameters() if not self._is_expert(name))
         sum_whole(dense, self.comm)
 

@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from shardwise._torch import pipeline_runtime
+from shardwise._torch import graph_owners, pipeline_runtime
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import Head
+from shardwise.models.float8_products import ScaledProduct
 from shardwise.models.torch_dtypes import wide
 from shardwise.optim import local
 from shardwise.parallel.data import DataParallel
@@ -65,6 +66,10 @@ class _Stage(PipelineStage):
     comm: Comm
     split: bool
     sent: dict[int, list[Tensor]]
+    float8: bool
+    """Whether the stage multiplies in float8, by autograd functions of ours."""
+    owners: dict[int, list[object]]
+    """Objects that keep each micro-batch's graph alive between the halves of a split backward."""
     begin: Callable[[int], None]
     """Function that is called before the forward of each micro-batch."""
 
@@ -96,6 +101,9 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        if not full_backward and self.float8:
+            outputs = [loss] if isinstance(loss, Tensor) else self.fwd_cache[bwd_chunk_id][0]
+            self.owners[bwd_chunk_id] = graph_owners(outputs)
         with self.comm.working():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
@@ -104,6 +112,7 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self.comm.working():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            self.owners.pop(bwd_chunk_id, None)
             self.part.accumulate()
         self._free_sent(bwd_chunk_id)
 
@@ -173,6 +182,8 @@ class Pipelined(ParallelModel):
             group=group,
         )
         runner.part, runner.comm, runner.split, runner.sent = part, self.comm, stages.splits_backward, {}
+        runner.float8 = any(isinstance(one, ScaledProduct) for one in part.model.modules())
+        runner.owners = {}
         runner.begin = lambda index: self.begin(self._batch[index])
         return runner
 
