@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
@@ -24,7 +23,7 @@ from shardwise.parallel.float8_scales import Scales
 from shardwise.parallel.residuals import residual_state
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stage_modules import Stages
-from shardwise.parallel.tensor import sum_whole
+from shardwise.parallel.tensor import split_like, sum_whole
 
 
 @dataclass
@@ -109,13 +108,9 @@ class ParallelModel:
         """Make the sums that must wait for the last micro-batch, coalesce sparse gradients, and split each
         gradient as its weight is split."""
         for _, parameter in self.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                parameter.grad = gradient.coalesce()
-            elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                # torch 2.11 gathers an unevenly split gradient when it adds the next micro-batch's to it.
-                if gradient.placements != parameter.placements:
-                    parameter.grad = gradient.redistribute(placements=parameter.placements)
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            split_like(parameter)
         dense = (parameter for name, parameter in self.named_parameters() if not self._is_expert(name))
         sum_whole(dense, self.comm)
 

@@ -147,6 +147,16 @@ def missing_entry(path: str, names: list[str]) -> str:
     )
 
 
+def split_like(parameter: nn.Parameter) -> None:
+    """Split a gradient as its weight is split. torch 2.11 gathers the gradient of an unevenly split weight
+    when it adds the next micro-batch's."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def sum_whole(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Sum the gradients of weights that are whole on every device of the tensor axis."""
     if comm.mesh.size(AXIS) == 1:
