@@ -205,7 +205,8 @@ def digest(config: Config) -> str:
 
 
 def credentials(store_name: str) -> Credentials:
-    """Return what a worker shows to its servers: the name of the run's store, which nobody else knows."""
+    """Return the credentials of a worker, made of the key prefix of torch's store. Who can read the store can
+    learn this prefix (docs/security.md)."""
     return Credentials("server", store_name.encode())
 
 

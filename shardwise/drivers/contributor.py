@@ -50,7 +50,8 @@ class Contributor:
         self._config, self._training = config, _build_alone(config, worker, dataset)
 
     def work(self, worker: Worker, ranks: int, link: WorkerLink) -> bool:
-        """Workload for this many servers; return whether all is done. False: the servers are gone."""
+        """Compute portions for this many servers. Return True if the run is done, and False if the servers
+        are gone or this worker is asked to stop."""
         wires: list[Wire] = []
         try:
             for rank in range(ranks):

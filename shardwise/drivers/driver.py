@@ -49,7 +49,8 @@ class LooseWorker(Protocol):
     """A worker that is no rank of a team, but computes for the ranks."""
 
     def work(self, worker: Worker, ranks: int, link: WorkerLink) -> bool:
-        """Compute for this many ranks; return whether all is done. False: the ranks are gone."""
+        """Compute gradients for this many ranks. Return True if the run is done, and False if the ranks are
+        gone or this worker is asked to stop."""
 
 
 class Driver:

@@ -194,7 +194,8 @@ class LocalRank(OwnRowsRank):
         return self.outer.exchanges_after(step)
 
     def may_wait(self, step: int) -> bool:
-        """Return whether an exchange ends in this step, for which the slowest group is needed."""
+        """Return whether an exchange begins or ends after this step, so that this group may wait for the
+        slowest."""
         return self.outer.waits_in(step)
 
     def after_update(self, training: Training, votes: Tensor, again: Tensor) -> None:

@@ -17,10 +17,11 @@ so is the router, which computes in r bytes and not in c: FSDP2 has one dtype pe
 in forward and first in backward, so it stays gathered between them and is sent once. Rows that do not divide
 over `data` are padded. tests/comm compares the ledger of real steps with this table, to the byte.
 
-Beside tensor, pipeline or expert axes, `zero = 0` is FSDP2 too, on shards of one device: nothing is gathered
-over the network, and gradients are summed over the copies unit by unit in the last backward. With `context`
-above 1 its devices count as data devices. With `replica` above 1 each replica is sharded by itself, and an
-all-reduce of the summed shards (rP / data) over the replicas follows once per step.
+With tensor or pipeline axes, and for every model with experts, `zero = 0` is FSDP2 too, on shards of one
+device: nothing is gathered over the network, and gradients are summed over the copies unit by unit in the
+last backward. With `context` above 1 its devices count as data devices. With `replica` above 1 each replica
+is sharded by itself, and an all-reduce of the summed shards (rP / data) over the replicas follows once per
+step.
 
 plan/memory.py has the memory of each stage. On CPU workers, gradients of up to four more units are being
 summed, with room for as many that arrive (comm/deferred_sums.py).
@@ -130,7 +131,8 @@ class DataParallel:
 
 @dataclass
 class SingleDevice(DataParallel):
-    """A part that no other device holds: nothing is exchanged."""
+    """A model whose gradients are not summed: no other device has it, or all workers share one copy in memory
+    (Hogwild)."""
 
 
 class _ModelOrSum(nn.Module):
@@ -289,7 +291,7 @@ class Sharded(DataParallel):
 def replicate(
     model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None
 ) -> Replicated:
-    """Copy the model on every data-parallel device."""
+    """Wrap the model in DistributedDataParallel, which sums gradients over the data-parallel devices."""
     return Replicated(model, comm, settings, bucket_bytes)
 
 

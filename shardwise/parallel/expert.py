@@ -9,12 +9,12 @@ and another sends it back:
     → undo → all-to-all → rows as they were
 
 In each of the two directions of a layer a device sends its tokens × experts_per_token rows, of which (e -
-1)/e go to other devices when the load is even, and the same again in backward: four all-to-alls per layer and
-micro-batch. No row is padded and none dropped, so a device may get all rows of all devices, or none. It takes
-part in every collective, forward and backward, in any case.
+1)/e go to other devices when the load is even, and the same again in backward: four all-to-alls of rows per
+layer and micro-batch, and a small one of counts. No row is padded and none dropped, so a device may get all
+rows of all devices, or none. It takes part in every collective, forward and backward, in any case.
 
-The number of rows must be known before they arrive. So the counts are sent first, and the host reads them:
-once per layer, which is the only place in a step where a GPU's queue runs empty.
+The number of rows must be known before they arrive. So the counts are sent first, and the host reads them
+in each layer of each micro-batch. There the host waits for the GPU, whose queue runs empty.
 
 Where a sequence is split over several devices, the balancing loss needs sums over all of it. The gradient of
 that sum is the identity: every device computes the same loss from the sum, and passes the gradient on to its

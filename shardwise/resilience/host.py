@@ -490,8 +490,8 @@ class Host:
         worker.rank = len(team.members) + worker.slot if worker.loose else self._members[worker.slot]
         worker.phase, worker.changed, worker.wished = "build", time.monotonic(), None
         worker.seconds.clear()
-        leadership = [slot for slot in self.slots if slot not in self._members]
-        local = leadership if worker.loose else sorted(self._members)
+        loose_slots = [slot for slot in self.slots if slot not in self._members]
+        local = loose_slots if worker.loose else sorted(self._members)
         identity = Worker(
             rank=worker.rank,
             world=len(team.members),
@@ -531,9 +531,9 @@ class Host:
         if leader_server is None or self.leader is None:
             return
         leader_server.tell(orders)
-        leadership = self.leader.hosts() - {self.name}
+        other_hosts = self.leader.hosts() - {self.name}
         deadline = time.monotonic() + LAST_CALL_SECONDS
-        while not leader_server.all_know(leadership) and time.monotonic() < deadline:
+        while not leader_server.all_know(other_hosts) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)
 
     # Hangs and signals

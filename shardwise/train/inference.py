@@ -1,8 +1,8 @@
 """A model that was trained, whole on this one device, to continue texts and to answer.
 
 It comes from a checkpoint, whatever layout wrote that (each tensor is put together from its pieces), or from
-a Hugging Face folder. Weights keep the dtype they are stored in, and computing is done in it, as in the
-transformers library: both say the same.
+a Hugging Face folder. It computes in the most frequent dtype of the stored weights, or in float32 if
+that is float16. In float32 and bfloat16 the transformers library gives the same output.
 
 The tokenizer is the model's own. A model that came from a Hugging Face folder carries that folder's files in
 its checkpoints, and is asked as that folder says: its chat template, the tokens that begin a prompt, the ids
@@ -235,7 +235,8 @@ class _Whole:
 
 
 def _speech(contents: Contents) -> Speech:
-    """Return the chat template of the folder that the model came from, else that of the run's data."""
+    """Return the tokenizer, the chat template and the end ids of a checkpoint: those of the Hugging Face
+    files that it carries, or else those of the run's data."""
     if files := as_files(files_of_checkpoint(contents)):
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():

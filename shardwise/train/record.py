@@ -1,7 +1,7 @@
 """The record of a step: what the host reads of it, and the `Step` that is made of that.
 
-The numbers of a step are put together on the device and read once. That is the only wait of the host for the
-device in a step.
+The numbers of a step are put together on the device and read once. The loop of a step waits for the
+device nowhere else. Expert parallelism does, in each layer (parallel/expert.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What ranks tell each other in every step: one vector of float64, summed over all ranks.
+"""What ranks tell each other in every step: one vector of float64. It is summed over all axes but
+tensor, along which the maximum is taken.
 
 It holds the loss, the votes to stop or to save, the checksum of the sequences read (data/batches.py), and how
 long each rank worked on the step before, in a slot of its own. That is 32 bytes, and 16 for each rank. A
