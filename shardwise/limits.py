@@ -59,7 +59,14 @@ def limit_reached(error: BaseException) -> str | None:
             f"a process may have at most {allowed >> 10} KiB of address space here, and needs more. "
             "Raise that, with: ulimit -v unlimited"
         )
-    if "can't start new thread" in text or _cannot_start_process(error):
+    cannot_start = "can't start new thread" in text or _cannot_start_process(error)
+    if cannot_start and allowed != resource.RLIM_INFINITY:
+        return (
+            "no more processes or threads can be started here. A process may have at most "
+            f"{allowed >> 10} KiB of address space, and the number of processes may be limited too. "
+            "Raise both, with: ulimit -v unlimited; ulimit -u 4096"
+        )
+    if cannot_start:
         return (
             "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 "
             "(in a container or a scheduler's job: raise its limit of processes)"

@@ -33,7 +33,7 @@ def set_limits(
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), SPACE),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), SPACE),
         (RuntimeError("Resource temporarily unavailable"), SPACE),
-        (RuntimeError("can't start new thread"), THREADS),
+        (RuntimeError("can't start new thread"), r"at most 2048 KiB of address space.* ulimit -v unlimited"),
     ],
 )
 def test_an_error_of_a_limit_is_told_by_the_limit_and_how_it_is_raised(
@@ -42,6 +42,14 @@ def test_an_error_of_a_limit_is_told_by_the_limit_and_how_it_is_raised(
     set_limits(monkeypatch, (100, 100), (2 << 20, 2 << 20))
     with pytest.raises(UserError, match=said):
         raise UserError(str(limits.limit_reached(error)))
+
+
+def test_without_a_limit_of_address_space_processes_are_what_a_thread_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, (100, 100), (NO_LIMIT, NO_LIMIT))
+    with pytest.raises(UserError, match=THREADS):
+        raise UserError(str(limits.limit_reached(RuntimeError("can't start new thread"))))
 
 
 def test_other_errors_keep_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,8 +205,8 @@ def digest(config: Config) -> str:
 
 
 def credentials(store_name: str) -> Credentials:
-    """Return the credentials of a worker, made of the key prefix of torch's store. Who can read the store can
-    learn this prefix (docs/security.md)."""
+    """Return the credentials of a worker, made of the key prefix of torch's store. Anyone who can read the
+    store can learn this prefix (docs/security.md)."""
     return Credentials("server", store_name.encode())
 
 
