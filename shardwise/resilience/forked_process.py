@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import UserError
 from shardwise.resilience.fork_server import without_main
+
+FREE_PORTS = range(10_000, 32_768)
+"""Ports that anybody may listen on, below those that Linux gives to outgoing connections."""
 
 GRACE_SECONDS = 1.0
 """Seconds in which other processes may report their failure too. One that only lost a peer is not the
@@ -99,10 +104,23 @@ def last_messages(waiting: Sequence[ForkedProcess], is_last: Callable[[object], 
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port of this machine on which nothing listens.
+
+    It lies below the range from which the system takes the ports of outgoing connections. A connection
+    could otherwise take it before the caller listens.
+    """
+    # Programs seed `random`, and two processes with one seed would choose the same port.
+    for port in random.SystemRandom().sample(FREE_PORTS, 100):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise UserError(
+        f"this machine lets nobody listen on any of 100 ports between {FREE_PORTS[0]} and {FREE_PORTS[-1]}: "
+        "end programs that hold them, or allow ports of 127.0.0.1"
+    )
 
 
 def _run_target(target: Callable[..., None], pipe: Connection, log: str, *arguments: object) -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.resilience.forked_process import free_port
 
 PROGRAM = """
 import sys
@@ -64,3 +71,23 @@ def test_a_server_that_dies_as_it_is_asked_for_a_process_is_started_again_for_th
     done = run(DIES_WHEN_ASKED, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_a_connection() -> None:
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port() < first_of_connections for _ in range(20))
+    # Processes that share a seed choose different ports.
+    chosen = []
+    for _ in range(20):
+        random.seed(0)
+        chosen.append(free_port())
+    assert len(set(chosen)) > 10
+
+
+def test_a_machine_on_which_no_port_can_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: socket.socket, address: tuple[str, int]) -> None:
+        raise OSError
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(UserError, match="100 ports between 10000 and 32767"):
+        free_port()
