@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.config import Check, Config, Sections
-    from shardwise.drivers.driver import Crew
+    from shardwise.drivers.driver import WorkerCounts
 
 NEAR = 64
 """How many smaller numbers of workers are all tried, where no layout is possible, before powers of two are
@@ -23,8 +23,8 @@ tried."""
 ROOM = ("run.folder", "checkpoint.folder")
 
 
-def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
-    """Return the checks of a job that is to be trained. `crew_of` returns the numbers of its workers, or
+def checks_of_run(counts_of: Callable[[Config], WorkerCounts]) -> Sequence[Check]:
+    """Return the checks of a job that is to be trained. `counts_of` returns the numbers of its workers, or
     raises an error if they are impossible."""
     return [
         *checks_of_proof(),
@@ -32,7 +32,7 @@ def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
         _extras,
         _resume,
         _folders,
-        lambda sections: _crew(sections, crew_of),
+        lambda sections: _worker_counts(sections, counts_of),
     ]
 
 
@@ -164,7 +164,7 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
         yield str(error) if str(error).startswith(setting) else f"{setting} = {folder!r}: {error}"
 
 
-def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
+def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCounts]) -> Iterator[str]:
     """Check that the layout is possible on this number of devices and fits in their memory; for a layout that
     is searched for, that there is any."""
     from shardwise.config import complete_config, layout_is_possible
@@ -175,18 +175,18 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
 
     if (config := complete_config(sections)) is None or config.layout.data == 0:
         return
-    crew = crew_of(config)
+    counts = counts_of(config)
     if not layout_is_possible(config.model, config.data, config.train, config.layout):
         return  # `read` names what works instead; its number of devices would make no sense here
     named = config.cluster.preset is not None or config.cluster.file is not None
     plain = config.model.module is None and driver_of(config).lockstep
-    if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):
-        yield from _no_layout(config, crew)
+    if plain and left_to_the_planner(config, counts.most, cluster_is_named=named):
+        yield from _no_layout(config, counts)
     elif plain:
-        choose(config, crew.most, device_memory(crew.here, config.run.device))
+        choose(config, counts.most, device_memory(counts.here, config.run.device))
 
 
-def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
+def _no_layout(config: Config, counts: WorkerCounts) -> Iterator[str]:
     """Yield that no layout is possible on this number of workers, and on which number one is.
 
     This is known without measuring the machine, which takes minutes with many workers.
@@ -196,11 +196,11 @@ def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
     from shardwise.search.candidates import candidates, fixed_fields
 
     fixed = fixed_fields(config)
-    if config.layout.compression == AUTO or len((tried := candidates(config, crew.most, fixed)).space):
+    if config.layout.compression == AUTO or len((tried := candidates(config, counts.most, fixed)).space):
         return
     reasons = "; ".join(tried.refused) or "what [layout] asks for is not of so many"
-    near = range(crew.most - 1, max(0, crew.most - 1 - NEAR), -1)
-    halves = (1 << power for power in reversed(range((crew.most - 1).bit_length())))
+    near = range(counts.most - 1, max(0, counts.most - 1 - NEAR), -1)
+    halves = (1 << power for power in reversed(range((counts.most - 1).bit_length())))
     fewer = next((count for count in (*near, *halves) if len(candidates(config, count, fixed).space)), 1)
-    advice = f"give --workers {fewer}" if crew.here == crew.most else f"there are some on {fewer}"
-    yield f"no layout is possible on {counted(crew.most, 'worker')}: {reasons}; {advice}"
+    advice = f"give --workers {fewer}" if counts.here == counts.most else f"there are some on {fewer}"
+    yield f"no layout is possible on {counted(counts.most, 'worker')}: {reasons}; {advice}"

@@ -68,12 +68,12 @@ def _drill(
 ) -> DrillResult:
     from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
-    from shardwise.drivers.driver import Crew
+    from shardwise.drivers.driver import WorkerCounts
 
-    def crew(config: Config) -> Crew:
-        return Crew(*[_workers(config, workers)] * 3)
+    def counts(config: Config) -> WorkerCounts:
+        return WorkerCounts(*[_workers(config, workers)] * 3)
 
-    config = read(job, overrides, workers, [lambda _: _unknown(faults), *checks_of_run(crew)])
+    config = read(job, overrides, workers, [lambda _: _unknown(faults), *checks_of_run(counts)])
     from shardwise.plan import choose
     from shardwise.verify.drill import drill as run
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.train.inference import Sampling, Speaker
+    from shardwise.train.inference import LoadedModel, Sampling
 
 PROMPT = "> "
 """What a terminal shows before a line is typed."""
@@ -46,18 +46,18 @@ def generate(
         raise UserError(
             "generate: give --prompt TEXT for a text to continue, or --chat for a conversation, and not both"
         )
-    speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)
+    loaded, sampling = _load(model), _sampling(max_tokens, temperature, seed)
     # Bytes that are no text in the terminal's encoding are replaced; they must not end the program.
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if prompt is not None:
-        _print_pieces(speaker.go_on(without_lone_surrogates(prompt), sampling))
+        _print_pieces(loaded.go_on(without_lone_surrogates(prompt), sampling))
     else:
-        _talk(speaker, sampling)
+        _talk(loaded, sampling)
 
 
-def _load(model: str) -> Speaker:
+def _load(model: str) -> LoadedModel:
     """Load a model with its weights.
 
     What can be refused without torch is refused before torch is imported, because that takes seconds.
@@ -92,15 +92,15 @@ def _sampling(max_tokens: int, temperature: float, seed: int) -> Sampling:
     return Sampling(max_tokens, temperature, seed)
 
 
-def _talk(speaker: Speaker, sampling: Sampling) -> None:
+def _talk(loaded: LoadedModel, sampling: Sampling) -> None:
     """Answer each line of standard input. The whole conversation so far is the context of each answer."""
     from dataclasses import replace
 
-    speaker.check_chat()
+    loaded.check_chat()
     messages: list[dict[str, str]] = []
     for turn, line in enumerate(_lines()):
         messages.append({"role": "user", "content": line})
-        answer = _print_pieces(speaker.answer(messages, replace(sampling, seed=sampling.seed + turn)))
+        answer = _print_pieces(loaded.answer(messages, replace(sampling, seed=sampling.seed + turn)))
         messages.append({"role": "assistant", "content": answer})
 
 

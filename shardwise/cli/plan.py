@@ -180,10 +180,10 @@ def _problems_of_numbers(numbers: Mapping[str, float | None]) -> Iterator[str]:
 
 def _problems_of_cluster(sections: Sections) -> Iterator[str]:
     from shardwise.config import complete_config
-    from shardwise.cost.clusters import asked_for
+    from shardwise.cost.clusters import requested_cluster
 
     if config := complete_config(sections):
-        asked_for(config.cluster)
+        requested_cluster(config.cluster)
     yield from ()
 
 
@@ -254,9 +254,9 @@ def _show(answer: Json) -> None:
 
 def _cluster(config: Config) -> Cluster:
     """Return the cluster that the job names, or this machine, which is measured once."""
-    from shardwise.cost.clusters import asked_for
+    from shardwise.cost.clusters import requested_cluster
 
-    named = asked_for(config.cluster)
+    named = requested_cluster(config.cluster)
     if named is not None:
         return named
     from shardwise.cli.machine import this_machine
@@ -322,10 +322,10 @@ def _micro_batches(config: Config) -> int:
     An open data axis takes the devices of the cluster that the other axes leave; if the job names no cluster,
     it counts as one.
     """
-    from shardwise.cost.clusters import asked_for
+    from shardwise.cost.clusters import requested_cluster
     from shardwise.plan import choose, micro_batch_size
 
-    layout, cluster = config.layout, asked_for(config.cluster)
+    layout, cluster = config.layout, requested_cluster(config.cluster)
     devices = cluster.devices if cluster is not None else config.cluster.devices
     if layout.data < 0 and devices is not None:
         return choose(config, devices).accumulation

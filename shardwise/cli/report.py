@@ -152,7 +152,7 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     """Return the cluster to correct: from the file, or for a new file, the cluster that the run was planned
     with."""
     from shardwise.cost.cluster_file import read_cluster
-    from shardwise.cost.clusters import CLUSTERS, asked_for
+    from shardwise.cost.clusters import CLUSTERS, requested_cluster
     from shardwise.errors import UserError
     from shardwise.files import reading
 
@@ -164,7 +164,7 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
         raise UserError(
             f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE"
         )
-    named = asked_for(config.cluster)
+    named = requested_cluster(config.cluster)
     if named is None:
         raise UserError(f"--cluster {path}: is not there, and the job names no cluster to make it from")
     return named

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.config.parameters import ModuleParameters
     from shardwise.data import Dataset
-    from shardwise.drivers.driver import Crew
+    from shardwise.drivers.driver import WorkerCounts
     from shardwise.mesh import Node, Worker
     from shardwise.plan import Plan
     from shardwise.resilience.first_node_file import FirstNodeFile
@@ -86,7 +86,7 @@ def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits)
         with _holding(config) if launch.rank == 0 else nullcontext():
             return _be_worker(config, launch)
     node = launch if isinstance(launch, Node) else None
-    checks = checks_of_run(lambda config: _crew(config, node, workers, limits))
+    checks = checks_of_run(lambda config: _worker_counts(config, node, workers, limits))
     return _start(read(job, overrides, workers or limits[1], checks), node, workers, limits)
 
 
@@ -138,20 +138,20 @@ def _check_data(config: Config) -> Dataset:
     return dataset
 
 
-def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
+def _worker_counts(config: Config, node: Node | None, workers: int | None, limits: Limits) -> WorkerCounts:
     """Return how many workers take part, or raise an error if the numbers asked for are impossible."""
-    from shardwise.drivers.driver import Crew
+    from shardwise.drivers.driver import WorkerCounts
     from shardwise.drivers.registry import driver_of
 
     driver, nodes = driver_of(config), node.nodes if node else 1
     driver.check_hosts(nodes)
     here = workers or (node.workers if node else None) or _workers_here(config, limits, nodes)
-    crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
+    counts = WorkerCounts(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if driver.has_loose_workers:
-        driver.check_crew(config, crew, limits[0])
+        driver.check_worker_counts(config, counts, limits[0])
     else:
-        _check_crew(config, crew, other_hosts=node is not None)
-    return crew
+        _check_worker_counts(config, counts, other_hosts=node is not None)
+    return counts
 
 
 def _workers_here(config: Config, limits: Limits, nodes: int) -> int:
@@ -165,17 +165,19 @@ def _workers_here(config: Config, limits: Limits, nodes: int) -> int:
     return here or workers_without_gpus(config.layout) * driver.groups(config)
 
 
-def _check_crew(config: Config, crew: Crew, other_hosts: bool) -> None:
+def _check_worker_counts(config: Config, counts: WorkerCounts, other_hosts: bool) -> None:
     from shardwise.errors import UserError
 
-    if not other_hosts and crew.most != crew.here:
+    if not other_hosts and counts.most != counts.here:
         raise UserError(
-            f"--max-workers {crew.most}: this machine starts {crew.here}, and no other takes part; "
+            f"--max-workers {counts.most}: this machine starts {counts.here}, and no other takes part; "
             "leave it out, or give --workers the same number"
         )
-    if crew.least > crew.most:
-        raise UserError(f"--min-workers {crew.least}: more than the {crew.most} workers that there can be")
-    if crew.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
+    if counts.least > counts.most:
+        raise UserError(
+            f"--min-workers {counts.least}: more than the {counts.most} workers that there can be"
+        )
+    if counts.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
         given = f"checkpoint.folder = {config.checkpoint.folder!r}"
         raise UserError(f"{given}: workers do not share their memory; give a folder")
 
@@ -194,8 +196,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     to_resume(resume_of(config))
     driver, nodes = driver_of(config), node.nodes if node else 1
     leads = node is None or node.node_rank == 0
-    config, crew = driver.processes(config, _crew(config, node, workers, limits), first_host=leads)
-    slots, bounds = crew.here, Bounds(crew.least, crew.most)
+    config, counts = driver.processes(config, _worker_counts(config, node, workers, limits), first_host=leads)
+    slots, bounds = counts.here, Bounds(counts.least, counts.most)
     check_limits(slots)
     _warn(config, slots)
     planner = _checked_planner(config, slots, bounds.most, nodes)
@@ -238,11 +240,11 @@ def _warn(config: Config, workers: int) -> None:
     """Print warnings about this number of workers before they start, or before this machine is measured."""
     from shardwise.cli.checkpoint import note_links
     from shardwise.cli.machine import doubts
-    from shardwise.cost.clusters import asked_for
+    from shardwise.cost.clusters import requested_cluster
 
     if config.model.pretrained is not None:
         note_links(Path(config.model.pretrained))
-    named = asked_for(config.cluster) if config.model.module is None else None
+    named = requested_cluster(config.cluster) if config.model.module is None else None
     for doubt in doubts(workers, named, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)
 
@@ -251,7 +253,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     """Return the planner of this run: for the cluster that the job names, or for this machine if no other
     takes part."""
     from shardwise.cli.machine import this_machine
-    from shardwise.cost.clusters import asked_for
+    from shardwise.cost.clusters import requested_cluster
     from shardwise.mesh import device_memory
     from shardwise.probe.quick_probe import valid_cache_file
     from shardwise.resilience.fork_server import start_server
@@ -260,7 +262,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
 
     if config.model.module is not None:
         return Planner(config, devices, device_memory(local_workers, config.run.device), _parameters(config))
-    cluster, file = asked_for(config.cluster), config.cluster.file
+    cluster, file = requested_cluster(config.cluster), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
         path = valid_cache_file(local_workers)
@@ -270,7 +272,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
         if path is not None:
             file = str(path)
             with_file = config.cluster.model_copy(update={"file": file})
-            cluster = asked_for(with_file)
+            cluster = requested_cluster(with_file)
     return Planner(
         config,
         devices,
@@ -375,7 +377,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
 def _planner_of_worker(config: Config, worker: Worker) -> Planner:
     """Return the planner of a worker that another launcher started. It searches for nothing, because two CPUs
     could decide near ties differently."""
-    from shardwise.cost.clusters import asked_for
+    from shardwise.cost.clusters import requested_cluster
     from shardwise.errors import UserError
     from shardwise.mesh import device_memory
     from shardwise.search.planner import Planner
@@ -383,6 +385,6 @@ def _planner_of_worker(config: Config, worker: Worker) -> Planner:
 
     cluster = None
     with suppress(UserError):  # only a prediction is lost
-        cluster = asked_for(config.cluster)
+        cluster = requested_cluster(config.cluster)
     memory = device_memory(worker.local_world, config.run.device)
     return Planner(config, worker.world, memory, count_parameters(config), cluster, config.cluster.file)

@@ -1,6 +1,6 @@
 """Collectives that count their bytes, and messages between ranks beside training."""
 
-from shardwise.comm.comm import EXPOSED, Comm, Exchange
+from shardwise.comm.comm import EXPOSED, Comm, PeerExchange
 from shardwise.comm.deferred_sums import DeferredSums, DeferredUnitSum
 from shardwise.comm.gradient_compression import CompressionSettings, Compressor, Momentum
 from shardwise.comm.hooks import CompressedReplicaSum, CountedAllGather, CountedReduceScatter, GradientSum
@@ -18,11 +18,11 @@ __all__ = [
     "DeferredSums",
     "DeferredUnitSum",
     "EncodedGather",
-    "Exchange",
     "Float8Gather",
     "GatherSettings",
     "GradientSum",
     "Momentum",
+    "PeerExchange",
     "Peers",
     "SecondaryShard",
 ]

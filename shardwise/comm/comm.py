@@ -99,10 +99,10 @@ class Comm:
 
     def start_exchange(
         self, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int = 0
-    ) -> Exchange:
+    ) -> PeerExchange:
         """Start sending tensors to device `to` of the axis, and receiving tensors of the same shapes from
         device `source`."""
-        return Exchange(self, tensors, axis, to, source, first_tag)
+        return PeerExchange(self, tensors, axis, to, source, first_tag)
 
     def send(self, tensor: Tensor, axis: str, to: int) -> None:
         """Send a tensor to device `to` of the axis, which must receive it."""
@@ -146,7 +146,7 @@ class Comm:
         return self.ledger.record(kind, axis, full.numel() * full.element_size(), before)
 
 
-class Exchange:
+class PeerExchange:
     """Tensors on their way to one peer and from another. Sent tensors must not change before `arrived`
     returns."""
 

@@ -36,7 +36,7 @@ from shardwise.comm.gloo import all_gather, exchange
 
 
 @dataclass(frozen=True)
-class Rows:
+class DeviceRows:
     """Numbers of some tensors, in one row for each device."""
 
     numbers: Tensor
@@ -45,7 +45,7 @@ class Rows:
     """View of each tensor's numbers, in its shape."""
 
     @classmethod
-    def of(cls, numbers: Tensor, shapes: Sequence[torch.Size], scattered: bool) -> Rows:
+    def of(cls, numbers: Tensor, shapes: Sequence[torch.Size], scattered: bool) -> DeviceRows:
         """Return rows of tensors that are stored in numbers (devices, n): one after the other, cut into rows
         anywhere; or `scattered`, tensors (devices, ...) side by side, so that every row has a piece of
         each."""
@@ -63,15 +63,17 @@ class EncodedSum:
         self.codec, self.codec_of_sums = codec, codec.for_sums()
         self._step, self._calls = 0, 0
 
-    def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> Rows:
+    def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> DeviceRows:
         """Return zeros for the numbers to be summed and their residuals."""
         devices = self.group.size()
         size = -(-sum(tensor.numel() for tensor in tensors) // devices)
-        return Rows.of(
+        return DeviceRows.of(
             tensors[0].new_zeros(devices, size, dtype=dtype), [tensor.shape for tensor in tensors], scattered
         )
 
-    def all_reduce(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], feedback: bool) -> None:
+    def all_reduce(
+        self, names: Sequence[str], rows: DeviceRows, totals: Sequence[Tensor], feedback: bool
+    ) -> None:
         """Sum each tensor over all devices into `totals`; `feedback` leaves the residuals in the rows."""
         numbers, call, here = rows.numbers, self._call(), self.group.rank()
         local_sum = self._first_hop(numbers, call, feedback)
@@ -83,12 +85,12 @@ class EncodedSum:
         for sender in range(self.group.size()):
             row = slice(sender, sender + 1)
             self.codec_of_sums.decode(gathered[row], summed[row], self._seed(call, 2, sender))
-        parts = Rows.of(summed, [total.shape for total in totals], scattered=False).parts
+        parts = DeviceRows.of(summed, [total.shape for total in totals], scattered=False).parts
         for total, part in zip(totals, parts, strict=True):
             total.copy_(part)
 
     def reduce_scatter(
-        self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], feedback: bool
+        self, names: Sequence[str], rows: DeviceRows, totals: Sequence[Tensor], feedback: bool
     ) -> None:
         """Sum this device's piece of each (devices, *shape) over all devices into `totals` (*shape)."""
         self._first_hop(rows.numbers, self._call(), feedback)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.codecs import MatrixCodec, RowCodec
 from shardwise.comm.comm import Comm
-from shardwise.comm.compressed_sums import EncodedSum, Rows
+from shardwise.comm.compressed_sums import DeviceRows, EncodedSum
 from shardwise.comm.gloo import reduce_scatter
 from shardwise.comm.low_rank import LowRankSum
 from shardwise.config.compression import SumCompression
@@ -66,7 +66,7 @@ class Compressor:
         self.names: set[str] = set()
         """Names of the parameters whose gradients this object compresses."""
         self._residuals: dict[str, Tensor] = {}
-        self._rows: dict[tuple[str, ...], Rows] = {}
+        self._rows: dict[tuple[str, ...], DeviceRows] = {}
         """Residuals by the names that are summed in one call; `residuals` moves them to `_residuals`."""
 
     @property
@@ -122,7 +122,7 @@ class Compressor:
     @contextmanager
     def _filled_rows(
         self, names: Sequence[str], gradients: Sequence[Tensor], scattered: bool
-    ) -> Iterator[Rows]:
+    ) -> Iterator[DeviceRows]:
         """Yield rows of gradients plus residuals; what the caller leaves in them is the new residual.
         Residuals are stored without the loss scale, which may change from step to step."""
         feedback = self.settings.how.feedback
@@ -139,7 +139,7 @@ class Compressor:
         if scale != 1.0:
             rows.numbers.div_(scale)
 
-    def _residual_rows(self, names: Sequence[str], scattered: bool) -> Rows:
+    def _residual_rows(self, names: Sequence[str], scattered: bool) -> DeviceRows:
         """Return the rows that hold the residuals of these parameters, which are summed in one call."""
         key = tuple(names)
         if key not in self._rows:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm.comm import Comm
-from shardwise.comm.compressed_sums import Rows
+from shardwise.comm.compressed_sums import DeviceRows
 
 
 class LowRankSum:
@@ -38,26 +38,28 @@ class LowRankSum:
         self.factors: dict[str, Tensor] = {}
         """Q of each matrix, (columns, rank): the same on all devices, updated in every step."""
 
-    def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> Rows:
+    def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> DeviceRows:
         """Return zeros for the numbers to be summed and their residuals, each matrix by itself."""
         numbers = tensors[0].new_zeros(sum(tensor.numel() for tensor in tensors), dtype=dtype)
         shapes = [tensor.shape for tensor in tensors]
-        return Rows(numbers, Rows.of(numbers.unsqueeze(0), shapes, scattered=False).parts)
+        return DeviceRows(numbers, DeviceRows.of(numbers.unsqueeze(0), shapes, scattered=False).parts)
 
-    def all_reduce(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], feedback: bool) -> None:
+    def all_reduce(
+        self, names: Sequence[str], rows: DeviceRows, totals: Sequence[Tensor], feedback: bool
+    ) -> None:
         """Sum each matrix over all devices into `totals`; `feedback` leaves the residuals in the rows."""
         for total, (left, right) in zip(totals, self._factors(names, rows, feedback), strict=True):
             _multiply(left, right, total)
 
     def reduce_scatter(
-        self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], feedback: bool
+        self, names: Sequence[str], rows: DeviceRows, totals: Sequence[Tensor], feedback: bool
     ) -> None:
         """Sum this device's piece of each (devices, rows, ...) over all devices into `totals` (rows, ...)."""
         here = self.group.rank()
         for total, (left, right) in zip(totals, self._factors(names, rows, feedback), strict=True):
             _multiply(left.chunk(self.group.size())[here], right, total)
 
-    def _factors(self, names: Sequence[str], rows: Rows, feedback: bool) -> list[tuple[Tensor, Tensor]]:
+    def _factors(self, names: Sequence[str], rows: DeviceRows, feedback: bool) -> list[tuple[Tensor, Tensor]]:
         """Return P (rows, rank) and Q (columns, rank) of each sum over all devices."""
         matrices = [_matrix(tensor) for tensor in rows.parts]
         named = list(zip(names, matrices, strict=True))

@@ -37,7 +37,7 @@ from shardwise.config.read import (
     read_with_origins,
 )
 from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
-from shardwise.config.schema import Checkpoint, Config, Data, Observe, Recovery, Run, Source, Train
+from shardwise.config.schema import Checkpoint, Config, Data, Observe, Recovery, Run, TextSource, Train
 from shardwise.config.write_job import to_toml
 
 __all__ = [
@@ -63,7 +63,7 @@ __all__ = [
     "Recovery",
     "Run",
     "Sections",
-    "Source",
+    "TextSource",
     "Train",
     "borrowed_devices",
     "can_borrow",

@@ -20,7 +20,7 @@ SMALLEST_COMPRESSED = 4096
 """Smallest number of elements of a matrix that is compressed."""
 
 
-class CompressionSettings(Protocol):
+class CompressionTable(Protocol):
     """The settings of a layout that compress communication; config/layout.py describes them."""
 
     @property
@@ -59,7 +59,7 @@ class SumCompression:
     """Whether the compression error is added to the next gradient."""
 
     @classmethod
-    def of(cls, layout: CompressionSettings) -> SumCompression | None:
+    def of(cls, layout: CompressionTable) -> SumCompression | None:
         """Return the layout's compression of sums; None if there is none, or none is chosen yet."""
         if layout.compression is None or layout.compression == AUTO:
             return None
@@ -82,7 +82,7 @@ class WeightGathers:
     """Number of neighbours that share a copy of all weights from forward to backward; None: no copy."""
 
     @classmethod
-    def of(cls, layout: CompressionSettings) -> WeightGathers | None:
+    def of(cls, layout: CompressionTable) -> WeightGathers | None:
         """Return the layout's settings of gathers; None if weights are gathered in the usual way."""
         if layout.weight_compression is None and layout.backward_shards is None:
             return None

@@ -31,7 +31,7 @@ from shardwise.config.model import Model
 from shardwise.config.other_names import did_you_mean, dtype_suggestion, job_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained_folder import Tables, with_pretrained
-from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Source, Train, keys_of
+from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, TextSource, Train, keys_of
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import Json, parse_toml, read_bytes
 from shardwise.optimizers import kind_of
@@ -322,7 +322,7 @@ def _explain_one(section: str, kind: type[Section], detail: ErrorDetails) -> tup
         case "extra_forbidden" if len(location) == 1:
             return setting, f": unknown key{suggestion(location[0], section, kind.model_fields)}"
         case "extra_forbidden":  # [[data.sources]] is the only table in a table
-            return setting, f": unknown key{did_you_mean(location[-1], Source.model_fields)}"
+            return setting, f": unknown key{did_you_mean(location[-1], TextSource.model_fields)}"
         case "missing" if isinstance(index := detail["loc"][-1], int):  # of a list that is too short
             setting = f"{key.rpartition('.')[0]} = {shown(list(given))}"
             return setting, f": too few values; at least {index + 1}"

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shardwise.config.presets import PRESETS
-from shardwise.config.schema import Config, Source
+from shardwise.config.schema import Config, TextSource
 from shardwise.optimizers import BUILT_IN, DEFAULT
 
 
@@ -50,7 +50,7 @@ def markdown() -> str:
         "left out as `section.key=`. This page is made from the definitions in `shardwise/config/schema.py` "
         "by `python -m shardwise.config.reference`.",
     ]
-    sections: list[tuple[str, type[BaseModel]]] = [*_sections(), ("data.sources", Source)]
+    sections: list[tuple[str, type[BaseModel]]] = [*_sections(), ("data.sources", TextSource)]
     for name, section in sections:
         rows = [
             f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |"

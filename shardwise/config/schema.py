@@ -34,7 +34,7 @@ SPELLINGS = {
 """For each section, our keys by the names that other libraries use."""
 
 
-class Source(Section):
+class TextSource(Section):
     """One of several text sources, mixed by weight."""
 
     path: str = Field(description="a file, a folder, a glob, or a folder made by `shardwise data prepare`")
@@ -52,7 +52,7 @@ class Data(Section):
         "with `messages`, or with `prompt` and `completion`, only the answers are learnt "
         "(docs/fine-tuning.md)",
     )
-    sources: tuple[Source, ...] = Field(
+    sources: tuple[TextSource, ...] = Field(
         (),
         description="several sources with weights, instead of `source`",
         examples=[[{"path": "a.txt", "weight": 2.0}, {"path": "b.jsonl"}]],

@@ -200,7 +200,7 @@ def named(name: str) -> Cluster:
     return replace(_of(cluster, int(count), f"cluster.preset = {name!r}"), name=f"{base}x{int(count)}")
 
 
-def asked_for(asked: ClusterSection) -> Cluster | None:
+def requested_cluster(asked: ClusterSection) -> Cluster | None:
     """Return the cluster that a job names, with as many devices as it says; None if it names none."""
     if asked.file is None and asked.preset is None:
         return None

@@ -20,7 +20,7 @@ import numpy as np
 from shardwise.config.dtype_names import BYTES
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.float8_work import Streamed, block_traffic, head_traffic
-from shardwise.cost.matmuls import Product, products_of, share_in_float8, tokens_here
+from shardwise.cost.matmuls import BlockProduct, products_of, share_in_float8, tokens_here
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Space, Workload
 from shardwise.plan import dtypes
@@ -139,7 +139,7 @@ def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Bl
     )
 
 
-def _seconds(matrix: Product, work: Workload, device: Device, sharing: Array | float) -> Array:
+def _seconds(matrix: BlockProduct, work: Workload, device: Device, sharing: Array | float) -> Array:
     """Return the seconds of a product, a share of which may be in float8."""
     sizes = matrix.m, matrix.n, matrix.k
     if work.float8 is None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.config.dtype_names import BYTES
-from shardwise.cost.matmuls import Product, float8_weights, products_of, share_in_float8
+from shardwise.cost.matmuls import BlockProduct, float8_weights, products_of, share_in_float8
 from shardwise.cost.space import Array, Bools, Space, Workload, is_compiled, take
 from shardwise.plan.chunks import chunk_tokens
 from shardwise.plan.engine import engine_of
@@ -68,7 +68,7 @@ def block_traffic(
     work: Workload,
     space: Space,
     device_type: str,
-    products: Sequence[Product],
+    products: Sequence[BlockProduct],
     streamed: Streamed,
     size: int,
     not_fused: float,
@@ -116,7 +116,7 @@ def stored_bytes(work: Workload, space: Space) -> Array:
 
 
 def _fused(
-    work: Workload, space: Space, products: Sequence[Product], streamed: Streamed, size: int
+    work: Workload, space: Space, products: Sequence[BlockProduct], streamed: Streamed, size: int
 ) -> tuple[Array, Array]:
     """Bytes of a compiled block for each token, without those of weights."""
     shares = work.float8
@@ -149,7 +149,7 @@ def _fused(
     return forward, backward + LOOKING * (np.where(whole, CAST, 0.0) * of_norms - made)
 
 
-def _inputs(work: Workload, products: Sequence[Product]) -> Array:
+def _inputs(work: Workload, products: Sequence[BlockProduct]) -> Array:
     """Numbers that are cast for each token before products; queries, keys and values have one input, gate and
     up another."""
     counted = [
@@ -160,7 +160,7 @@ def _inputs(work: Workload, products: Sequence[Product]) -> Array:
     return sum(counted, np.zeros_like(products[0].k))
 
 
-def _gradients(work: Workload, products: Sequence[Product]) -> Array:
+def _gradients(work: Workload, products: Sequence[BlockProduct]) -> Array:
     """Return the number of gradients of outputs that are cast for each token."""
     counted = [
         share * product.count * product.n * product.m
@@ -170,7 +170,7 @@ def _gradients(work: Workload, products: Sequence[Product]) -> Array:
     return sum(counted, np.zeros_like(products[0].k)) / products[0].m
 
 
-def _transposed(work: Workload, products: Sequence[Product], of_weights: Array) -> Array:
+def _transposed(work: Workload, products: Sequence[BlockProduct], of_weights: Array) -> Array:
     """Bytes read and written to have both factors of a backward product along the dimension that is summed; a
     micro-batch has that part of the weights'."""
     copies = [

@@ -11,11 +11,11 @@ from shardwise.cost.space import Array, Space, Workload
 
 
 @dataclass(frozen=True)
-class Product:
+class BlockProduct:
     """`count` products (m x k) by (k x n) in the forward of a block."""
 
     kind: str
-    """Kind of product as in `plan.float8_choice.Shares`, or "router"."""
+    """Kind of product as in `plan.float8_choice.Float8Shares`, or "router"."""
     m: Array
     n: Array
     k: Array
@@ -29,35 +29,38 @@ def tokens_here(work: Workload, space: Space) -> Array:
     return space.micro_batch * work.sequence_length / space.context
 
 
-def products_of(work: Workload, space: Space) -> list[Product]:
+def products_of(work: Workload, space: Space) -> list[BlockProduct]:
     """Return the products of a block, with k or n divided by `tensor`."""
     model, tokens = work.model, tokens_here(work, space)
     hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
     keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim  # a device has at least one key head
     products = [
-        Product("query", tokens, queries, hidden),
-        Product("keys", tokens, keys, hidden, 2),
-        Product("output", tokens, hidden, queries),
+        BlockProduct("query", tokens, queries, hidden),
+        BlockProduct("keys", tokens, keys, hidden, 2),
+        BlockProduct("output", tokens, hidden, queries),
     ]
     wide = 2 if model.gated else 1
     if not model.experts:
         inner = model.ffn / space.tensor
         return [
             *products,
-            Product("up", tokens, inner, hidden, wide),
-            Product("down", tokens, hidden, inner, is_last=True),
+            BlockProduct("up", tokens, inner, hidden, wide),
+            BlockProduct("down", tokens, hidden, inner, is_last=True),
         ]
     inner, experts = np.full_like(tokens, model.expert_width), np.full_like(tokens, model.experts)
     rows = tokens * model.experts_per_token / space.tensor * space.expert / model.experts  # of one expert
     local = model.experts / space.expert  # whole experts of one device: `tensor` splits tokens here
     products += [
-        Product("experts", rows, inner, hidden, wide * local),
-        Product("experts", rows, hidden, inner, local, is_last=True),
-        Product("router", tokens / space.tensor, experts, hidden),
+        BlockProduct("experts", rows, inner, hidden, wide * local),
+        BlockProduct("experts", rows, hidden, inner, local, is_last=True),
+        BlockProduct("router", tokens / space.tensor, experts, hidden),
     ]
     if model.shared_experts:
         shared = model.shared_experts * model.expert_width / space.tensor
-        products += [Product("up", tokens, shared, hidden, wide), Product("down", tokens, hidden, shared)]
+        products += [
+            BlockProduct("up", tokens, shared, hidden, wide),
+            BlockProduct("down", tokens, hidden, shared),
+        ]
     return products
 
 
@@ -67,7 +70,7 @@ def share_in_float8(work: Workload, kind: str) -> float:
     return share
 
 
-def float8_weights(work: Workload, products: Sequence[Product]) -> Array:
+def float8_weights(work: Workload, products: Sequence[BlockProduct]) -> Array:
     """Return the number of weights of a block on one device whose products are in float8."""
     counts = [
         share * product.count * product.n * product.k

@@ -62,7 +62,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTerms:
     """All of a step but what depends on how long its ranks take to go through their stages."""
 
     terms: dict[str, Array]
@@ -124,7 +124,7 @@ def step_of(
     stack: Software,
     held: Holdings,
     links: Priced,
-) -> Step:
+) -> StepTerms:
     """Return a step with these terms; `average` and `ends` are seconds of a micro-batch on an average rank,
     and in the embedding and head.
 
@@ -142,7 +142,7 @@ def step_of(
     sent = sum(links.inside_blocks(axis) for axis in ("tensor", "context", "expert", "data"))
     taken = backwards * (ends if cluster.device.overlap else ends + sent / m)
     sums = Sums.of(links, "data"), Sums.of(links, "replica")
-    return Step(
+    return StepTerms(
         terms,
         m * average,
         filling,

@@ -53,7 +53,7 @@ from shardwise.cost.float8_work import kernels as float8_kernels
 from shardwise.cost.flow import When
 from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
 from shardwise.cost.matmuls import float8_weights, products_of, tokens_here
-from shardwise.cost.pipeline_time import Step, bubble, exposed, least_ranks, step_of, total
+from shardwise.cost.pipeline_time import StepTerms, bubble, exposed, least_ranks, step_of, total
 from shardwise.cost.price import Priced, price
 from shardwise.cost.software import SHARDWISE, Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, concatenate, makes_blocks_again
@@ -90,7 +90,7 @@ class Prediction:
     """Seconds of both passes of one micro-batch through one block, for simulations of the schedule."""
     head_seconds: Array
     embedding_seconds: Array
-    step: Step
+    step: StepTerms
     """All but what depends on how long the ranks of a pipeline take."""
     least: Array
     """Seconds of a step below which its schedule cannot be played, however its stages are cut; `total`

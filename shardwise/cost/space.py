@@ -30,7 +30,7 @@ from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_ran
 from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.cut_stages import stage_blocks
-from shardwise.plan.float8_choice import Shares
+from shardwise.plan.float8_choice import Float8Shares
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.float64]
@@ -72,7 +72,7 @@ class Workload:
     """Number of scales of float8 tensors, whose maxima all devices share; 0 for other programs."""
     cast: tuple[str, ...] = ()
     """Weights that are gathered in 8 bits, by their names in a block."""
-    float8: Shares | None = None
+    float8: Float8Shares | None = None
     """Which products are made in float8, as shardwise makes them. None: none, or by another program, which
     makes all of a block so, and leaves the head in bfloat16."""
     optimizer: Optimizer = field(default_factory=lambda: from_table({}))

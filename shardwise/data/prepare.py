@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
-from shardwise.config import Data, Source
+from shardwise.config import Data, TextSource
 from shardwise.data.chat import Span, copy_template
 from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
 from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, token_dtype, write_atomically
@@ -152,9 +152,9 @@ def prepare_sources(data: Data, progress: Progress | None = None) -> list[tuple[
     return [(_folder_of(source.path, data, progress), source.weight) for source in sources_of(data)]
 
 
-def sources_of(data: Data) -> tuple[Source, ...]:
+def sources_of(data: Data) -> tuple[TextSource, ...]:
     """Return the sources of a job, whether it names one or several."""
-    return data.sources or (Source(path=str(data.source), weight=1.0),)
+    return data.sources or (TextSource(path=str(data.source), weight=1.0),)
 
 
 def tokenizer_of_run(data: Mapping[str, object]) -> tuple[str | None, str | int | None]:

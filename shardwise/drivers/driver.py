@@ -37,7 +37,7 @@ Rule = Callable[..., Iterator[str]]
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerCounts:
     """How many workers a run has: on this machine, and over all machines the fewest and the most."""
 
     here: int
@@ -107,13 +107,15 @@ class Driver:
     def check_hosts(self, hosts: int) -> None:
         """Refuse a run on more hosts than the driver allows."""
 
-    def check_crew(self, config: Config, crew: Crew, least_given: int | None) -> None:
+    def check_worker_counts(self, config: Config, counts: WorkerCounts, least_given: int | None) -> None:
         """Refuse a number of workers, where `has_loose_workers`. `least_given` is what the command said."""
 
-    def processes(self, config: Config, crew: Crew, first_host: bool) -> tuple[Config, Crew]:
+    def processes(
+        self, config: Config, counts: WorkerCounts, first_host: bool
+    ) -> tuple[Config, WorkerCounts]:
         """Return the job with nothing left open that depends on the number of workers, and how many processes
         there are: the workers, and what the driver starts beside them on the first host."""
-        return config, crew
+        return config, counts
 
     def check_memory(self, config: Config, plan: Plan) -> None:
         """Refuse a job whose states do not fit into the memory of this host, where they are kept there."""

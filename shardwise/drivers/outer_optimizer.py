@@ -65,12 +65,12 @@ class OuterSettings(Protocol):
 
 
 @dataclass
-class Exchange:
+class GroupExchange:
     """An exchange between groups that is under way."""
 
     names: Sequence[str]
     """The parameters of the whole model that are exchanged; a pipeline stage holds some of them."""
-    own_difference: Tensor
+    local_difference: Tensor
     """The anchor less this group's weights, when the exchange began; flat, of what this rank holds."""
     sum: AsyncSum
     """The sum of the groups' differences."""
@@ -104,7 +104,7 @@ class OuterOptimizer:
                 self.copies.setdefault(name, []).append(parameter)
         self.anchors = {name: copies[0].detach().clone() for name, copies in self.copies.items()}
         self.momenta = {name: torch.zeros_like(anchor) for name, anchor in self.anchors.items()}
-        self.exchange: Exchange | None = None
+        self.exchange: GroupExchange | None = None
         self._codec = None if settings.compression is None else parse_row_codec(settings.compression)
         self._apart = comm.mesh.second_group(AXIS) if settings.overlap else comm.mesh.group(AXIS)
         self._names = list(sizes)
@@ -160,7 +160,7 @@ class OuterOptimizer:
         state = _for_group(of_group, group) | model | self._agreed()  # buffers of the model have no anchor
         if self.exchange is not None:
             mean = self.exchange.sum.result() / self.exchange.groups
-            for name, own, gradient in self._parts(self.exchange.names, self.exchange.own_difference, mean):
+            for name, own, gradient in self._parts(self.exchange.names, self.exchange.local_difference, mean):
                 state[_own_key(name, group)] = self._like(name, own)
                 state[_mean_key(name)] = self._like(name, gradient)
         return state
@@ -182,7 +182,9 @@ class OuterOptimizer:
         mean = [local(state[_mean_key(name)]).reshape(-1) for name in here]
         arrived = AsyncSum(self.comm, AXIS, None, mean, None, seed=0, in_thread=False)
         self.exchange = (
-            Exchange(under_way, self._flat(own), arrived, groups=1, in_background=True) if under_way else None
+            GroupExchange(under_way, self._flat(own), arrived, groups=1, in_background=True)
+            if under_way
+            else None
         )
 
     def _agreed(self) -> State:
@@ -207,7 +209,7 @@ class OuterOptimizer:
 
     # An exchange
 
-    def _begin(self, names: Sequence[str], step: int) -> Exchange:
+    def _begin(self, names: Sequence[str], step: int) -> GroupExchange:
         """Begin to sum the differences of all groups in these parameters."""
         in_background = self.settings.overlap > 0 and step != self.last
         here = self._here(names)
@@ -215,12 +217,12 @@ class OuterOptimizer:
         under_way = AsyncSum(
             self.comm, AXIS, self._apart, differences, self._codec, step, in_background, self._same_on
         )
-        return Exchange(names, self._flat(differences), under_way, self.groups, in_background)
+        return GroupExchange(names, self._flat(differences), under_way, self.groups, in_background)
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: GroupExchange) -> None:
         """Make the outer step of the exchanged parameters, and go on from it."""
         mean = exchange.sum.result() / exchange.groups
-        for name, own, gradient in self._parts(exchange.names, exchange.own_difference, mean):
+        for name, own, gradient in self._parts(exchange.names, exchange.local_difference, mean):
             anchor, momentum = local(self.anchors[name]), local(self.momenta[name])
             when_begun = anchor - own  # this group's weights when the exchange began
             momentum.mul_(self.settings.momentum).add_(gradient)

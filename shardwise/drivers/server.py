@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardwise.drivers.driver import Crew, LooseWorker, RankDriver, sums_gradients_only
+from shardwise.drivers.driver import LooseWorker, RankDriver, WorkerCounts, sums_gradients_only
 from shardwise.drivers.server_settings import TABLE, ServerSettings, server_settings
 from shardwise.drivers.whole_models import WholeModels, no_experts, no_scales, splits_model
 from shardwise.errors import UserError
@@ -81,9 +81,9 @@ class ParameterServer(WholeModels):
             "and sum all of them; use 'synchronous', 'local' or 'hogwild'"
         )
 
-    def check_crew(self, config: Config, crew: Crew, least_given: int | None) -> None:
+    def check_worker_counts(self, config: Config, counts: WorkerCounts, least_given: int | None) -> None:
         """Refuse a smallest number of workers, and a batch that does not divide into portions."""
-        count = server_settings(config).portions or crew.most
+        count = server_settings(config).portions or counts.most
         if least_given is not None:
             raise UserError(
                 "--min-workers: workers of a parameter server come and go as they like; leave it out"
@@ -94,13 +94,17 @@ class ParameterServer(WholeModels):
                 "one for each worker; give server.portions, or another batch"
             )
 
-    def processes(self, config: Config, crew: Crew, first_host: bool) -> tuple[Config, Crew]:
+    def processes(
+        self, config: Config, counts: WorkerCounts, first_host: bool
+    ) -> tuple[Config, WorkerCounts]:
         """Return the job with its number of portions, and the workers with the servers added."""
         table = server_settings(config)
-        filled = table.model_copy(update={"portions": table.portions or crew.most})
+        filled = table.model_copy(update={"portions": table.portions or counts.most})
         servers = table.servers
-        here = crew.here + (servers if first_host else 0)
-        return config.model_copy(update={self.name: filled}), Crew(here, servers, crew.most + servers)
+        here = counts.here + (servers if first_host else 0)
+        return config.model_copy(update={self.name: filled}), WorkerCounts(
+            here, servers, counts.most + servers
+        )
 
     def job_to_plan(self, config: Config) -> Config:
         """Return the job of the servers, which shard states and evaluate one portion at a time."""

@@ -5,7 +5,7 @@ Nothing here uses `torch.distributed`.
 
 from shardwise.models.attention import attention_backends, describe_attention
 from shardwise.models.experts import MixtureOfExperts
-from shardwise.models.generate import CachedStep, Step, continuation, generate
+from shardwise.models.generate import CachedLogits, NextLogits, continuation, generate
 from shardwise.models.initialise import (
     check_first_value,
     check_values,
@@ -22,12 +22,12 @@ from shardwise.models.user_module import adapt, build_user_module, count_items, 
 __all__ = [
     "IGNORED",
     "Block",
-    "CachedStep",
+    "CachedLogits",
     "Head",
     "MixtureOfExperts",
+    "NextLogits",
     "Role",
     "Sharding",
-    "Step",
     "Transformer",
     "VocabularyPart",
     "adapt",

@@ -142,7 +142,7 @@ class ScaledProduct(nn.Module):
         return probe
 
 
-class Float8(ScaledProduct):
+class Float8Product(ScaledProduct):
     """The product `x · weightᵀ` in float8. Products of one input share the input's scale."""
 
     def __init__(self, source: DelayedScale | None = None) -> None:

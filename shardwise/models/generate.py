@@ -2,7 +2,7 @@
 
 This shows what a model has learnt; it is not made for serving. A `step` function hides the model, how it is
 spread over devices, and what it caches: while a run trains, each new token costs a forward over the whole
-text; on one device keys and values are cached (`CachedStep`), and it costs a forward over the new token. The
+text; on one device keys and values are cached (`CachedLogits`), and a token costs one forward of its own. The
 random numbers come from a separate generator on the CPU, so that processes which run the same model sample
 the same text, and sampling changes no other random numbers.
 """
@@ -18,12 +18,12 @@ from shardwise.errors import UserError
 from shardwise.models.attention import CausalAttention, masked_attention
 from shardwise.models.transformer import Transformer
 
-Step = Callable[[Tensor], Tensor]
+NextLogits = Callable[[Tensor], Tensor]
 """A function from tokens (1, T), on the CPU, to the logits (vocabulary) after the last token."""
 
 
 def generate(
-    step: Step,
+    step: NextLogits,
     prompt: Sequence[int],
     count: int,
     *,
@@ -37,7 +37,7 @@ def generate(
 
 
 def continuation(
-    step: Step,
+    step: NextLogits,
     prompt: Sequence[int],
     count: int,
     *,
@@ -104,8 +104,8 @@ class CachedAttention(nn.Module):
         return masked_attention(query, key, value, seen[None, None], self.softcap)
 
 
-class CachedStep:
-    """A transformer on one device as a `Step` that computes only tokens which it has not computed before.
+class CachedLogits:
+    """A transformer on one device as a `NextLogits` that computes only the tokens it has not computed before.
 
     Its memory is that of the keys and values of every token in every block.
     """

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import AutogradContext
 from shardwise.config.model import Model
-from shardwise.models.float8_products import Float8
+from shardwise.models.float8_products import Float8Product
 from shardwise.models.products import linear
 from shardwise.models.torch_dtypes import rounded_to, wide
 
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias)
-        self.float8: Float8 | None = None
+        self.float8: Float8Product | None = None
         """The product in 8 bits; None: it is made in the dtype of the input."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import AutogradContext
-from shardwise.models.float8_products import E4M3, E5M2, Float8, cast, multiply, quantise, transposed
+from shardwise.models.float8_products import E4M3, E5M2, Float8Product, cast, multiply, quantise, transposed
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import wide
 from shardwise.plan.chunks import chunk_tokens
@@ -77,7 +77,7 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     split_backward: bool = False,
     softcap: float | None = None,
-    float8: Float8 | None = None,
+    float8: Float8Product | None = None,
 ) -> Tensor:
     """Return the exact sum over tokens of the cross-entropy of `hidden @ weight.T`, computed in chunks.
 
@@ -134,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compiled: bool,
         part: VocabularyPart | None,
         softcap: float | None,
-        float8: Float8 | None,
+        float8: Float8Product | None,
         gives_weight: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or gives_weight
@@ -214,7 +214,9 @@ class _Float8Products:
     scale = 2.0**15
     """Factor of the gradient as it is written: the largest that fits into e5m2."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, real: int, float8: Float8, compiled: bool) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, real: int, float8: Float8Product, compiled: bool
+    ) -> None:
         self.dtype, self.real = hidden.dtype, real
         make_hidden, make_weight = (_compiled(quantise), _compiled(cast)) if compiled else (quantise, cast)
         self.hidden: Tensor
@@ -257,7 +259,12 @@ class _Float8Products:
 
 
 def _products(
-    hidden: Tensor, weight: Tensor, real: int, chunk: int, float8: Float8 | None, compiled: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    real: int,
+    chunk: int,
+    float8: Float8Product | None,
+    compiled: bool = False,
 ) -> _Products | _Float8Products:
     """Return the products of a weight whose rows after the first `real` are padding."""
     if float8 is None:
@@ -337,7 +344,7 @@ def _loss_alone(
     chunk: int,
     part: VocabularyPart | None,
     softcap: float | None,
-    float8: Float8 | None,
+    float8: Float8Product | None,
 ) -> Tensor:
     loss, used_weight = hidden.new_zeros((), dtype=wide(hidden.dtype)), _padded(weight, hidden.dtype)
     products = _products(hidden, used_weight, weight.shape[0], chunk, float8)

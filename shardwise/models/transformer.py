@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardwise.config.model import Model
 from shardwise.models.attention import Attention, AttentionMask
 from shardwise.models.experts import MixtureOfExperts
-from shardwise.models.float8_products import Float8
+from shardwise.models.float8_products import Float8Product
 from shardwise.models.layers import Embedding, make_feed_forward, make_norm
 from shardwise.models.loss import cap_logits, linear_cross_entropy
 from shardwise.models.products import linear
@@ -76,7 +76,7 @@ class Head(nn.Module):
         self.chunk: int | None = None
         """Number of tokens whose logits exist at once; None: as many as the budget allows
         (plan/chunks.py)."""
-        self.float8: Float8 | None = None
+        self.float8: Float8Product | None = None
         """Its products in 8 bits; None: they are made in the dtype of the hidden states."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:

@@ -39,7 +39,7 @@ from rich.text import Text
 from shardwise.config import MODEL_AXES
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record
-from shardwise.plan.plan import PredictedFlow, Prediction
+from shardwise.plan.plan import PredictedFlow, PredictedStep
 from shardwise.plan.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.plurals import counted
 from shardwise.units import GIB
@@ -61,7 +61,9 @@ _COLUMNS: dict[str, JustifyMethod] = {
 }
 
 
-def compare(predicted: Prediction, steps: Sequence[Record], waits_are_known: bool, on_cpu: bool) -> list[Row]:
+def compare(
+    predicted: PredictedStep, steps: Sequence[Record], waits_are_known: bool, on_cpu: bool
+) -> list[Row]:
     """Return a row for every predicted term, with what these steps measured."""
     rows = [*_times(predicted, steps, waits_are_known), *_memory(predicted["memory_gib"], steps, on_cpu)]
     return rows + list(_collectives(predicted["bytes"], steps))
@@ -73,7 +75,7 @@ def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: 
     return not unseen and all(_EXPOSED in step.get("spans", {}) for step in steps)
 
 
-def _times(predicted: Prediction, steps: Sequence[Record], apart: bool) -> Iterator[Row]:
+def _times(predicted: PredictedStep, steps: Sequence[Record], apart: bool) -> Iterator[Row]:
     """Yield the rows of seconds. `apart` says whether waits were measured separately from computing."""
     terms, seconds = predicted["step_seconds"], statistics.median(step["seconds"] for step in steps)
     spans = _spans(steps, seconds)

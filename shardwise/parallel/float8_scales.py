@@ -28,7 +28,7 @@ from shardwise.models.float8_products import (
     HISTORY,
     LARGEST,
     DelayedScale,
-    Float8,
+    Float8Product,
     ScaledProduct,
     scale_for,
 )
@@ -46,7 +46,7 @@ def use_float8(model: Transformer, names: Iterable[str]) -> None:
         module = modules.get(product.name)  # experts' products are named by their weights, see below
         if product.name in chosen and module is not None:
             assert isinstance(module, Linear | Head)
-            module.float8 = Float8(sources.get(product.source))
+            module.float8 = Float8Product(sources.get(product.source))
             sources.setdefault(product.source, module.float8.input)
             module.float8.has_weight_alone = not (product.name == "head" and model.config.tied)
     for path, module in modules.items():

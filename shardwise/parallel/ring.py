@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.comm import Comm, Exchange
+from shardwise.comm import Comm, PeerExchange
 from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
 from shardwise.models.torch_dtypes import wide
@@ -138,7 +138,7 @@ class Neighbours:
         """Return the rank whose keys are here at this step."""
         return (self.rank - step) % self.size
 
-    def pass_on(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Exchange:
+    def pass_on(self, tensors: Sequence[Tensor], first_tag: int = 0) -> PeerExchange:
         """Start sending tensors to the next rank, and receiving those of the rank before."""
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         return self.comm.start_exchange(tensors, AXIS, after, before, first_tag)

@@ -40,7 +40,7 @@ from shardwise.comm import Comm
 from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Head, Role, Sharding, VocabularyPart, linear_cross_entropy
-from shardwise.models.float8_products import Float8
+from shardwise.models.float8_products import Float8Product
 from shardwise.models.layers import lookup
 from shardwise.models.loss import cap_logits
 from shardwise.models.products import linear
@@ -401,7 +401,7 @@ class VocabularyLoss(ParallelModule):
     split_backward: bool
     softcap: float | None
     chunk: int | None
-    float8: Float8 | None
+    float8: Float8Product | None
 
     @eager
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:

@@ -35,7 +35,7 @@ _NORMED = {"query": "before_attention", "up": "before_inner"}
 
 
 @dataclass(frozen=True)
-class Shares:
+class Float8Shares:
     """For every kind of product, the share of blocks that compute it in float8."""
 
     query: float = 0.0
@@ -135,7 +135,7 @@ def scale_count(model: Model, train: Train) -> int:
     return 2 * len({product.joined for product in made}) + len({product.source for product in made})
 
 
-def shares(model: Model, train: Train) -> Shares | None:
+def shares(model: Model, train: Train) -> Float8Shares | None:
     """Return which share of each kind of product is in float8; None without float8."""
     if train.precision != "float8":
         return None
@@ -151,7 +151,9 @@ def shares(model: Model, train: Train) -> Shares | None:
             kinds.setdefault(_NORMED[_kind(source)], []).append(narrow)
     head = all(kinds.pop("head"))
     of_kinds = {kind: sum(made) / len(made) for kind, made in kinds.items()}
-    return Shares(**of_kinds, head=head, dynamic=train.float8_scaling == "dynamic", products=len(chosen))
+    return Float8Shares(
+        **of_kinds, head=head, dynamic=train.float8_scaling == "dynamic", products=len(chosen)
+    )
 
 
 def _kind(name: str) -> str:

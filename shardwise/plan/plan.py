@@ -217,7 +217,7 @@ class PredictedFlow(TypedDict):
 
 
 @with_config(_STRICT)
-class Prediction(TypedDict):
+class PredictedStep(TypedDict):
     """The prediction of a step by search/forecast.py."""
 
     step_seconds: Annotated[dict[str, Number], AfterValidator(_with_total)]
@@ -252,7 +252,7 @@ class SavedPlan(TypedDict, total=False):
     memory_gib: dict[str, Number]
     bucket_bytes: Annotated[int, Field(ge=1, le=2**60)] | None
     cluster_file: str | None
-    predicted: Prediction | None
+    predicted: PredictedStep | None
 
 
 def read_plan(path: Path) -> SavedPlan:

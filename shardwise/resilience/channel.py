@@ -33,7 +33,7 @@ TEXT_BYTES = 1 << 22
 """Maximum number of bytes of a message before compression."""
 _GREETING = b"shardwise-1"
 
-Speaker = Literal["leader", "host"]
+LoadedModel = Literal["leader", "host"]
 """The end of a connection that sends a line."""
 
 
@@ -60,7 +60,7 @@ class Credentials:
 class Channel:
     """One end of a connection after the greeting. It converts messages to lines and back."""
 
-    def __init__(self, key: bytes, speaker: Speaker) -> None:
+    def __init__(self, key: bytes, speaker: LoadedModel) -> None:
         self.key, self._speaker = key, speaker
         self._sent = self._received = 0
 
@@ -76,7 +76,7 @@ class Channel:
     def message(self, line: bytes) -> object:
         """Return the message of a received line, if the other end sent exactly this line as its next one."""
         code, _, text = line.rstrip(b"\n").partition(b" ")
-        other: Speaker = "host" if self._speaker == "leader" else "leader"
+        other: LoadedModel = "host" if self._speaker == "leader" else "leader"
         if not hmac.compare_digest(code, self._code(other, self._received, text)):
             raise UntrustedMessage("a line that no host of this run has sent")
         self._received += 1
@@ -87,7 +87,7 @@ class Channel:
             raise UntrustedMessage(f"a line that is no message: {error}") from None
         return message
 
-    def _code(self, speaker: Speaker, count: int, text: bytes) -> bytes:
+    def _code(self, speaker: LoadedModel, count: int, text: bytes) -> bytes:
         return hmac.digest(self.key, b"%s %d %s" % (speaker.encode(), count, text), "sha256").hex().encode()
 
 

@@ -220,7 +220,7 @@ class LeaderClient:
     ) -> None:
         self._find, self._description = find, description
         self.address, self.port, _ = find()
-        self.own_address = ""
+        self.local_address = ""
         """Address of this host as the leader sees it, once it has connected."""
         self.refused = False
         """Whether the last call was answered by a host that does not know this run's secret, or has an older
@@ -265,7 +265,7 @@ class LeaderClient:
         if credentials is None:
             raise OSError("the run's secret is not known yet")
         self._socket = socket.create_connection((self.address, self.port), timeout=REPLY_SECONDS)
-        self.own_address = str(self._socket.getsockname()[0])
+        self.local_address = str(self._socket.getsockname()[0])
         greeted = self._line(deadline)
         hello, channel = answer(credentials, greeted)
         self.older = not greeted_version(greeted)

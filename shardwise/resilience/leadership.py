@@ -155,7 +155,7 @@ class Leadership:
             self._unanswered += 1
             return None
         self._unanswered, self._answered, self._last_orders = 0, now, orders
-        self.address = self._client.own_address
+        self.address = self._client.local_address
         # The user may have meant another run or this one, so the message names both problems.
         if self._folder_in_use is not None and orders.message:
             message = f"{self._folder_in_use}. To take part in that run instead: {orders.message}"

@@ -248,14 +248,14 @@ class Leader:
         self._awaited: dict[str, float] = {}
         """Hosts that must report before the next team is formed, and until when."""
 
-    def take_over(self, orders: Orders, own_host: str, former_leader: str, now: float) -> None:
+    def take_over(self, orders: Orders, this_host: str, former_leader: str, now: float) -> None:
         """Lead a run whose leader is lost.
 
         Continue from its last orders, as soon as the other hosts have called or are lost too.
         """
         self.orders = replace(orders, wish="work") if orders.wish in ("work", "regroup") else orders
         hosts = {member.host for member in orders.team.members} if orders.team else set()
-        self._awaited = dict.fromkeys(hosts - {own_host, former_leader}, now + LOST_SECONDS)
+        self._awaited = dict.fromkeys(hosts - {this_host, former_leader}, now + LOST_SECONDS)
         self._reached = orders.team.reached if orders.team else 0
 
     def receive_report(self, report: Report, now: float, from_afar: bool = False) -> None:

@@ -52,7 +52,7 @@ from shardwise.plan import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
 from shardwise.train.resume import checkpoint_folder
-from shardwise.train.shares import Shares
+from shardwise.train.shares import RowShares
 
 log = logging.getLogger("shardwise")
 
@@ -73,7 +73,7 @@ class Training:
     """Connections for messages between steps. A save in the background has others, so that messages of two
     threads are not mixed up."""
     scale: LossScale
-    shares: Shares
+    shares: RowShares
     """Rows of the global batch that each device computes in the first step of a team; they may change
     later."""
     rank_driver: RankDriver = field(init=False)
@@ -128,7 +128,7 @@ def build(
         checkpointer=checkpointer,
         peers=peers,
         scale=LossScale.first(train.precision, train.initial_scale, train.scale_every),
-        shares=Shares.even(train.global_batch, driver.parts_of_batch(plan)),
+        shares=RowShares.even(train.global_batch, driver.parts_of_batch(plan)),
     )
     training.rank_driver = driver.on_rank(training)
     if draw:

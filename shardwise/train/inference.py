@@ -36,7 +36,7 @@ from shardwise.data.tokenizer import as_text
 from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes
 from shardwise.mesh import local_gpus
-from shardwise.models import CachedStep, Step, Transformer, attention_backends, continuation
+from shardwise.models import CachedLogits, NextLogits, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
 from shardwise.plan import ModelSpec
@@ -71,12 +71,12 @@ class Speech:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class LoadedModel:
     """A model that can be asked."""
 
     name: str
     model: Model
-    step: Step
+    step: NextLogits
     speech: Speech
 
     def go_on(self, prompt: str, sampling: Sampling) -> Iterator[str]:
@@ -139,16 +139,16 @@ class Speaker:
         return as_text(self.speech.tokenizer, new, ids[-AFTER:] if context else ())
 
 
-def load_folder(folder: Path) -> Speaker:
+def load_folder(folder: Path) -> LoadedModel:
     """The model of a Hugging Face folder."""
     pretrained = open_folder(folder)
     check_tokenizer(pretrained)
     dtypes = [getattr(torch, OUR_DTYPES[tensor.dtype]) for tensor in pretrained.stored.values()]
     step = _ready(str(folder), pretrained.model, dtypes, pretrained.read)
-    return Speaker(str(folder), pretrained.model, step, _speech_of_folder(folder))
+    return LoadedModel(str(folder), pretrained.model, step, _speech_of_folder(folder))
 
 
-def load_checkpoint(address: str) -> Speaker:
+def load_checkpoint(address: str) -> LoadedModel:
     """The model of a checkpoint."""
     contents = Contents.open(address)
     model = saved_model(contents.manifest, contents.address)
@@ -157,7 +157,7 @@ def load_checkpoint(address: str) -> Speaker:
     keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
     dtypes = [getattr(torch, contents.tensors[key].dtype) for key in keys]
     read = lambda: ((key.name, contents.read(key)) for key in keys)  # noqa: E731
-    return Speaker(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
+    return LoadedModel(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
 
 
 _COMPUTED: Mapping[torch.dtype, dict[str, str]] = {
@@ -176,7 +176,7 @@ def _reach(model: Model, contents: Contents) -> Model:
 
 def _ready(
     name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[], Iterable[tuple[str, Tensor]]]
-) -> Step:
+) -> NextLogits:
     """The model with its weights, as what gives logits."""
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
@@ -185,7 +185,7 @@ def _ready(
     _assign(name, module, read())
     module.eval()
     whole = _Whole(module, model, device)
-    return _on_its_device(CachedStep(module, device) if isinstance(module, Transformer) else whole, device)
+    return _on_its_device(CachedLogits(module, device) if isinstance(module, Transformer) else whole, device)
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def _assign(name: str, module: nn.Module, weights: Iterable[tuple[str, Tensor]])
         raise UserError(f"{name} lacks {sorted(missing)[0]} of the model that it says it holds")
 
 
-def _on_its_device(step: Step, device: torch.device) -> Step:
+def _on_its_device(step: NextLogits, device: torch.device) -> NextLogits:
     def run(tokens: Tensor) -> Tensor:
         with attention_backends(device.type):
             return step(tokens)

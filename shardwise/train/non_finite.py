@@ -16,7 +16,7 @@ from shardwise.errors import RunFailed
 from shardwise.optim import first_non_finite
 from shardwise.parallel import build_plain
 from shardwise.train.build import Training
-from shardwise.train.float8_look import not_finite
+from shardwise.train.float8_check import not_finite
 from shardwise.train.record import Numbers
 
 

@@ -1,4 +1,4 @@
-"""The record of a step: what the host reads of it, and the `Step` that is made of that.
+"""The record of a step: what the host reads of it, and the `StepRecord` that is made of that.
 
 The numbers of a step are put together on the device and read once. The loop of a step waits for the
 device nowhere else. Expert parallelism does, in each layer (parallel/expert.py).
@@ -17,13 +17,13 @@ from shardwise.drivers.registry import driver_of
 from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
 from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
-from shardwise.train.float8_look import by_layer
+from shardwise.train.float8_check import by_layer
 from shardwise.train.sources import Drawn, Updates
 from shardwise.train.votes import Shared
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """What one optimizer step did; numbers are the same on every rank, spans and collectives are this
     rank's."""
 
@@ -112,11 +112,11 @@ class QueuedNumbers:
 
 
 class StepRecorder:
-    """Makes the `Step` of each step from the numbers that were read."""
+    """Makes the `StepRecord` of each step from the numbers that were read."""
 
     def __init__(self, training: Training) -> None:
         self._training, self._watch = training, _watch_over(training)
-        self.last: Step | None = None
+        self.last: StepRecord | None = None
         """The last step that was recorded; None: there is none yet."""
         self._again = 0
 
@@ -124,13 +124,13 @@ class StepRecorder:
         """Note that the present step is repeated, because a tensor outgrew its scale."""
         self._again += not self._training.comm.discard_gradients
 
-    def record(self, numbers: Numbers, drawn: Drawn, lr: float, scale: float, skipped: bool) -> Step:
+    def record(self, numbers: Numbers, drawn: Drawn, lr: float, scale: float, skipped: bool) -> StepRecord:
         """Return the record of the step that `training` has just reached."""
         training, shared, before = self._training, numbers.shared, self.last
         spans = training.comm.clock.finish()
         if not training.parallel.waits_are_timed:
             del spans[EXPOSED]
-        done = Step(
+        done = StepRecord(
             step=training.step,
             loss=shared.loss,
             gradient_norm=numbers.norm,
@@ -160,7 +160,7 @@ class StepRecorder:
         self.last, self._again = self._watched(done), 0
         return self.last
 
-    def own_seconds(self) -> tuple[float, float]:
+    def seconds_of_this_rank(self) -> tuple[float, float]:
         """Return this rank's (compute, data) seconds of the step before, without its waits; zeros where there
         is none yet. Compute is zero where waits cannot be told from it.
 
@@ -179,7 +179,7 @@ class StepRecorder:
         scales = self._training.parallel.scales
         return by_layer(scales, scaled) if scaled and scales is not None else None
 
-    def _watched(self, done: Step) -> Step:
+    def _watched(self, done: StepRecord) -> StepRecord:
         """Return the step with who began or ceased to be slow, by the times of the step before."""
         if self._watch is None or self.last is None:
             return done

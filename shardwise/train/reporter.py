@@ -35,7 +35,7 @@ from shardwise.train.build import Training
 from shardwise.train.changes import changes
 from shardwise.train.describe import describe_layout, describe_run, peak_of_device
 from shardwise.train.resume import checkpoint_folder
-from shardwise.train.steps import Step
+from shardwise.train.steps import StepRecord
 
 log = logging.getLogger("shardwise")
 
@@ -71,7 +71,7 @@ class Reporter:
     def start(self, beginning: Beginning) -> None:
         """Report that the run begins, or continues with another team."""
 
-    def step(self, done: Step, held_out: float | None) -> None:
+    def step(self, done: StepRecord, held_out: float | None) -> None:
         """Report a step, and the held-out loss if it was evaluated after the step."""
 
     def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
@@ -190,7 +190,7 @@ class RunReporter(Reporter):
             "layout": self.training.plan.layout.model_dump(),
         }
 
-    def step(self, done: Step, held_out: float | None) -> None:
+    def step(self, done: StepRecord, held_out: float | None) -> None:
         """Write the record of a step and show the progress."""
         if self.first:
             self.first = False
@@ -219,7 +219,7 @@ class RunReporter(Reporter):
             )
         self._stragglers(done)
 
-    def _stragglers(self, done: Step) -> None:
+    def _stragglers(self, done: StepRecord) -> None:
         """Who began or ceased to hold the others up."""
         team = self.beginning.team
         for straggler in done.stragglers.named:
@@ -242,7 +242,7 @@ class RunReporter(Reporter):
             who = "the time between ranks" if straggler.rank is None else f"rank {straggler.rank}"
             self.progress.message(f"step {done.step}: {who} is as usual again")
 
-    def _record(self, done: Step) -> dict[str, Any]:
+    def _record(self, done: StepRecord) -> dict[str, Any]:
         training, config = self.training, self.training.config
         # All tokens that were computed, with a loss or without.
         speed = config.train.global_batch * config.data.sequence_length / done.seconds
@@ -334,7 +334,7 @@ class RunReporter(Reporter):
         self.sinks.close()
 
 
-def _asynchronous_record(done: Step) -> dict[str, Any]:
+def _asynchronous_record(done: StepRecord) -> dict[str, Any]:
     """Return the entries of a step's record that not every run has: stragglers, uneven rows, and
     staleness."""
     late = done.stragglers
@@ -348,7 +348,7 @@ def _asynchronous_record(done: Step) -> dict[str, Any]:
     }
 
 
-def _expert_record(done: Step) -> dict[str, Any]:
+def _expert_record(done: StepRecord) -> dict[str, Any]:
     if not done.expert_load:
         return {}
     return {"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load}

@@ -50,7 +50,7 @@ from shardwise.train.guard import check_joined
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.resume import resume_of
 from shardwise.train.sources import Source
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 log = logging.getLogger("shardwise")
 
@@ -194,7 +194,7 @@ class _SaveSchedule:
         minutes = 0.0 if self._checkpoint.every else self._checkpoint.every_minutes
         return minutes > 0 and time.monotonic() - self._saved_time >= 60 * minutes
 
-    def is_due(self, done: Step) -> bool:
+    def is_due(self, done: StepRecord) -> bool:
         """Return whether this step, which was just done, is saved."""
         step, every = self._training.step, self._checkpoint.every
         if done.stop or done.save or step == self._training.config.train.steps:
@@ -243,7 +243,7 @@ def _loop(
     return 0
 
 
-def _evaluation_is_due(training: Training, done: Step) -> bool:
+def _evaluation_is_due(training: Training, done: StepRecord) -> bool:
     """Return whether to evaluate now: after the last step, and every `train.evaluate_every` steps."""
     train, step = training.config.train, training.step
     if done.stop:
@@ -295,7 +295,7 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
 
 def _traced(
     training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool], source: Source
-) -> Iterator[Step]:
+) -> Iterator[StepRecord]:
     """Yield the steps, and write a trace of `observe.trace` of them after the first."""
     done_steps = steps(training, stop_asked, save_due, source)
     if not training.config.observe.trace:
@@ -304,7 +304,7 @@ def _traced(
     return trace(training, done_steps)
 
 
-def _timeline(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
+def _timeline(training: Training, done_steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
     """Yield the steps, and write a trace from the clock and the ledger, which is complete on CPUs."""
     trace, wanted = StepTrace(training.mesh.worker.rank), training.config.observe.trace
     for index, done in enumerate(done_steps):
@@ -315,7 +315,7 @@ def _timeline(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
         yield done
 
 
-def _profiled(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
+def _profiled(training: Training, done_steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
     """Yield the steps, and write a trace from torch's profiler, which GPUs need."""
     first = next(done_steps, None)
     if first is None:

@@ -33,14 +33,14 @@ MOST = 2
 
 
 @dataclass(frozen=True)
-class Shares:
+class RowShares:
     """The rows of a global batch, by data-parallel device: each has as many as follow on those of the device
     before it."""
 
     rows: tuple[int, ...]
 
     @classmethod
-    def even(cls, rows: int, devices: int) -> Shares:
+    def even(cls, rows: int, devices: int) -> RowShares:
         """The same number for each."""
         assert rows % devices == 0, "the batch divides over the devices"
         return cls((rows // devices,) * devices)
@@ -54,10 +54,12 @@ class Shares:
 class Dealer:
     """Deals out the batches of a team, one after the other."""
 
-    def __init__(self, shares: Shares, layout: Layout, micro_batches: int, step: int, by_speed: bool) -> None:
+    def __init__(
+        self, shares: RowShares, layout: Layout, micro_batches: int, step: int, by_speed: bool
+    ) -> None:
         self._shares, self._least, self._by_speed = shares, micro_batches, by_speed
         self._first = self._next = step + 1
-        self._dealt: dict[int, Shares] = {}
+        self._dealt: dict[int, RowShares] = {}
         """Shares of each step whose time is not known yet."""
         self._speeds: NDArray[np.float64] | None = None
         """Rows per second of each device."""
@@ -66,7 +68,7 @@ class Dealer:
         self._ranks = grid.reshape(layout.data_parallel, -1)
         """Ranks of each data-parallel device, which may be a group of ranks."""
 
-    def deal(self) -> Shares:
+    def deal(self) -> RowShares:
         """Return the shares of the next batch."""
         if self._by_speed and self._speeds is not None:
             self._shares = reconsidered(self._shares, self._speeds, self._least)
@@ -74,7 +76,7 @@ class Dealer:
         self._next += 1
         return self._shares
 
-    def dealt(self, step: int) -> Shares:
+    def dealt(self, step: int) -> RowShares:
         """Return the shares of a step whose time is not known yet."""
         return self._dealt[step]
 
@@ -91,14 +93,14 @@ class Dealer:
         self._speeds = speeds if self._speeds is None else (1 - NEWEST) * self._speeds + NEWEST * speeds
 
 
-def reconsidered(shares: Shares, speeds: NDArray[np.float64], least: int) -> Shares:
+def reconsidered(shares: RowShares, speeds: NDArray[np.float64], least: int) -> RowShares:
     """Return shares with which the slowest device ends earlier, if the gain is worth the change."""
     fitting = shares_by_speed(sum(shares.rows), speeds, least)
     slowest, before = (float((np.array(each.rows) / speeds).max()) for each in (fitting, shares))
     return fitting if slowest <= WORTH * before else shares
 
 
-def shares_by_speed(rows: int, speeds: NDArray[np.float64], least: int) -> Shares:
+def shares_by_speed(rows: int, speeds: NDArray[np.float64], least: int) -> RowShares:
     """Return rows in proportion to speeds, rounded so that the last device ends as early as possible; each
     has at least `least`."""
     most = MOST * -(-rows // len(speeds))
@@ -107,4 +109,4 @@ def shares_by_speed(rows: int, speeds: NDArray[np.float64], least: int) -> Share
         dealt[np.where(dealt < most, (dealt + 1) / speeds, np.inf).argmin()] += 1
     while dealt.sum() > rows:
         dealt[np.where(dealt > least, dealt / speeds, -np.inf).argmax()] -= 1
-    return Shares(tuple(dealt.tolist()))
+    return RowShares(tuple(dealt.tolist()))

@@ -6,7 +6,7 @@ between steps. A non-finite loss or gradient is noticed on the device, in time f
 weights alone; the host learns of it at that one read.
 
 Beside the loop: where gradients come from (train/sources.py, drivers/), what ranks tell each other
-(train/votes.py), float8's second look (train/float8_look.py), what a non-finite number means
+(train/votes.py), float8's check (train/float8_check.py), what a non-finite number means
 (train/non_finite.py), checks (train/guard.py) and the record of a step (train/record.py).
 """
 
@@ -20,14 +20,14 @@ from torch import Tensor
 from shardwise.optim import global_norm, update
 from shardwise.plan.learning_rate import learning_rate
 from shardwise.train.build import Training
-from shardwise.train.float8_look import Float8Look
+from shardwise.train.float8_check import Float8Check
 from shardwise.train.guard import check_copies, check_gradients
 from shardwise.train.non_finite import overflowed
-from shardwise.train.record import QueuedNumbers, Step, StepRecorder
+from shardwise.train.record import QueuedNumbers, StepRecord, StepRecorder
 from shardwise.train.sources import Source
-from shardwise.train.votes import VOTES, message_to_all, own_vote, share
+from shardwise.train.votes import VOTES, message_to_all, share, vote_of_this_rank
 
-__all__ = ["Step", "divisor", "gradient_norm", "never", "steps"]
+__all__ = ["StepRecord", "divisor", "gradient_norm", "never", "steps"]
 
 
 def never() -> bool:
@@ -40,21 +40,21 @@ def steps(
     stop_asked: Callable[[], bool] = never,
     save_due: Callable[[], bool] = never,
     source: Source | None = None,
-) -> Iterator[Step]:
+) -> Iterator[StepRecord]:
     """Train from the step reached to the last one, with gradients from the driver's source unless another is
     given. Ends early, on all ranks together, once any rank is asked to stop. All ranks also hear in the same
     step that a save is due, where the main rank says so.
     """
     train, clock = training.config.train, training.comm.clock
     source = source or training.rank_driver.source(training)
-    float8, recorder = Float8Look(training), StepRecorder(training)
+    float8, recorder = Float8Check(training), StepRecorder(training)
     try:
         clock.restart()
         float8.begin_step()
         while training.step < train.steps:
             step, scale = training.step + 1, training.scale.value
             training.comm.step, training.comm.loss_scale = step, scale
-            vote = own_vote(training, stop_asked, save_due)
+            vote = vote_of_this_rank(training, stop_asked, save_due)
 
             # Draw the rows of a global batch, and compute their gradient: complete and summed, on this rank.
             float8.begin_gradients()
@@ -63,10 +63,10 @@ def steps(
                 return  # asked to stop while it waited for gradients of others
 
             # In float8: did a tensor outgrow its scale? Then the weights stay, and the step is made again.
-            look = float8.look()
+            scales = float8.check()
 
             # The norm of the gradient; and one sum over all ranks, of the loss and what they tell each other.
-            message = message_to_all(training, drawn.checksum, vote, recorder.own_seconds())
+            message = message_to_all(training, drawn.checksum, vote, recorder.seconds_of_this_rank())
             with clock.span("forward_backward"):
                 norm = gradient_norm(training) if drawn.norm is None else drawn.norm
                 shared = share(training, torch.cat((drawn.loss.double().reshape(1), message)))
@@ -78,8 +78,8 @@ def steps(
             lr = learning_rate(train, step) * drawn.rate
             with clock.span("optimizer"):
                 loss = shared[0]
-                usable = look.fits(torch.isfinite(norm) & torch.isfinite(loss))
-                again = look.outgrown(loss)
+                usable = scales.fits(torch.isfinite(norm) & torch.isfinite(loss))
+                again = scales.outgrown(loss)
                 if drawn.updates is None:
                     update(training.optimizer, lr, divisor(training, norm), (~usable).float())
                 loads = _balance_experts(training, usable)
@@ -91,7 +91,7 @@ def steps(
 
             # Prepare the next rows while the device works; then wait for it, once, and record the step.
             queued = QueuedNumbers(
-                shared, norm, drawn.tokens, again, loads, look.numbers(training.comm.device)
+                shared, norm, drawn.tokens, again, loads, scales.numbers(training.comm.device)
             )
             source.ahead()
             numbers = queued.read()

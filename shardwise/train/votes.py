@@ -28,7 +28,9 @@ VOTES = slice(1, 2)
 """Where the votes are in the vector."""
 
 
-def own_vote(training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]) -> float:
+def vote_of_this_rank(
+    training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]
+) -> float:
     """Return this rank's vote; no vote in a step in which not all ranks hear it."""
     if not training.rank_driver.hears_votes(training.step + 1):
         return 0.0

@@ -35,8 +35,8 @@ from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss
-from shardwise.train.shares import Shares
-from shardwise.train.steps import Step, steps
+from shardwise.train.shares import RowShares
+from shardwise.train.steps import StepRecord, steps
 from shardwise.verify.plain_torch import PlainStep, Reader, Text, checksum, train_plainly
 from shardwise.verify.plain_torch import Rows as PlainRows
 from shardwise.verify.plain_torch import held_out_loss as plain_held_out_loss
@@ -58,7 +58,7 @@ def build_proof(worker: Worker, proof: ProofJob) -> Training:
     return training
 
 
-def _uneven(shares: Shares, least: int) -> Shares:
+def _uneven(shares: RowShares, least: int) -> RowShares:
     """Return shares in which every second device has given one row to the device before it, where it has one
     to give.
 
@@ -68,7 +68,7 @@ def _uneven(shares: Shares, least: int) -> Shares:
     for giver in range(1, len(rows), 2):
         if rows[giver] > least:
             rows[giver - 1], rows[giver] = rows[giver - 1] + 1, rows[giver] - 1
-    return Shares(tuple(rows))
+    return RowShares(tuple(rows))
 
 
 def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
@@ -259,7 +259,7 @@ def watch(
     count: int,
     look: Callable[[int], None],
     begin: Callable[[int], None] = lambda step: None,
-) -> list[Step]:
+) -> list[StepRecord]:
     """Train `count` steps in the ordinary loop; call `begin` before each step, and `look` when its gradients
     are complete.
 
@@ -352,7 +352,7 @@ def _state(training: Training) -> Iterator[tuple[str, str, Tensor]]:
         yield name, "buffer", buffer
 
 
-def _numbers(done: Sequence[Step], held_out: float | None) -> Iterator[tuple[Key, float]]:
+def _numbers(done: Sequence[StepRecord], held_out: float | None) -> Iterator[tuple[Key, float]]:
     """Yield the numbers that each step reports, and the held-out loss after the last step."""
     for step in done:
         yield ("", "loss", step.step), step.loss

@@ -13,14 +13,14 @@ from torch import Tensor
 from shardwise.drivers.contributions import steps_ahead
 from shardwise.drivers.replay import Pace, Replay
 from shardwise.train.build import Training
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 PACES = [Pace(), Pace(), Pace(losses=0.1), Pace(seconds=4.0)]
 
 
 def replayed(
     corpus: str, server: dict[str, Any], seed: int = 0, count: int = 12
-) -> tuple[list[Step], Replay]:
+) -> tuple[list[StepRecord], Replay]:
     tables = job(corpus, model=FAMILIES["llama"], train={"steps": count, "driver": "server"})
     training = start(ALONE, {**tables, "server": {"portions": 4, **server}})
     source = Replay(training, PACES, seed)

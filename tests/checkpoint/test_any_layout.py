@@ -29,7 +29,7 @@ from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.train.build import Training, restore, save
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one device": {},
@@ -87,7 +87,7 @@ def digests(tensors: dict[str, Tensor]) -> Digests:
     }
 
 
-def numbers(done: list[Step]) -> Numbers:
+def numbers(done: list[StepRecord]) -> Numbers:
     return [(step.loss, step.gradient_norm) for step in done]
 
 

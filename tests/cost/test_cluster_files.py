@@ -11,7 +11,7 @@ import pytest
 from shardwise.config import Model, from_tables
 from shardwise.cost.cluster import KINDS, Cluster, Measured
 from shardwise.cost.cluster_file import read_cluster, write_cluster
-from shardwise.cost.clusters import CLUSTERS, DEVICES, asked_for, named
+from shardwise.cost.clusters import CLUSTERS, DEVICES, named, requested_cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Workload, space_of
 from shardwise.errors import ConfigError, UserError
@@ -115,7 +115,7 @@ def test_no_devices_are_refused() -> None:
 
 def test_the_job_may_ask_for_other_devices_of_its_cluster(tmp_path: Path) -> None:
     def asked(**cluster: Any) -> Cluster | None:
-        return asked_for(from_tables({"data": {"source": "x"}, "cluster": cluster}).cluster)
+        return requested_cluster(from_tables({"data": {"source": "x"}, "cluster": cluster}).cluster)
 
     (tmp_path / "mine.toml").write_text(WHOLE)
     found = [asked(preset="h100x64", devices=16), asked(file=str(tmp_path / "mine.toml"), devices=2), asked()]

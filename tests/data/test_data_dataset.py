@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import Data, Source
+from shardwise.config import Data, TextSource
 from shardwise.data.dataset import Dataset, Rows, check_vocabulary, unigram_loss
 from shardwise.data.prepare import prepare
 from shardwise.data.tokens import Tokens
@@ -42,7 +42,10 @@ def one(folders: list[Path], **more: object) -> Data:
 
 
 def two(folders: list[Path], **more: object) -> Data:
-    sources = (Source(path=str(folders[0]), weight=3.0), Source(path=str(folders[1]), weight=1.0))
+    sources = (
+        TextSource(path=str(folders[0]), weight=3.0),
+        TextSource(path=str(folders[1]), weight=1.0),
+    )
     return Data.model_validate({"sources": sources, "sequence_length": 16, "held_out": 0.1, **more})
 
 
@@ -213,7 +216,10 @@ def test_a_vocabulary_larger_than_the_models_is_explained(folders: list[Path]) -
 
 def test_sources_of_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path, bpe: Path) -> None:
     prepare(SHAKESPEARE.parent / "README.md", bpe, tmp_path / "other")
-    sources = (Source(path=str(folders[0]), weight=1.0), Source(path=str(tmp_path / "other"), weight=1.0))
+    sources = (
+        TextSource(path=str(folders[0]), weight=1.0),
+        TextSource(path=str(tmp_path / "other"), weight=1.0),
+    )
     with pytest.raises(UserError, match="prepared with different tokenizers"):
         Dataset.open(Data(sources=sources, sequence_length=8), 0)
 

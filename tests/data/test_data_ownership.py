@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Data, Source
+from shardwise.config import Data, TextSource
 from shardwise.data.prepare import prepare, prepare_sources
 from shardwise.data.source_files import find_files
 from shardwise.data.tokens import Tokens
@@ -247,7 +247,7 @@ def test_empty_paths_are_refused(source: Path, tmp_path: Path, monkeypatch: pyte
         prepare(source, "bytes", "")
     with pytest.raises(UserError, match="data source: an empty path"):
         prepare("", "bytes", tmp_path / "out")
-    for data in (Data(source=""), Data(sources=(Source(path=""),))):
+    for data in (Data(source=""), Data(sources=(TextSource(path=""),))):
         with pytest.raises(UserError, match=r"data\.source: an empty path"):
             prepare_sources(data)
     assert list(here.iterdir()) == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
 
-from shardwise.config import Data, Source
+from shardwise.config import Data, TextSource
 from shardwise.data import Dataset, source_files
 from shardwise.data.prepare import prepare, prepare_sources
 from shardwise.data.tokens import Tokens
@@ -193,7 +193,10 @@ def test_preparing_needs_no_torch() -> None:
 def test_sources_of_a_job_are_prepared_once_into_the_cache(source: Path, tmp_path: Path, bpe: Path) -> None:
     cache = str(tmp_path / "cache")
     job = Data(
-        sources=(Source(path=str(source), weight=2.0), Source(path=str(source / "a.jsonl"), weight=1.0)),
+        sources=(
+            TextSource(path=str(source), weight=2.0),
+            TextSource(path=str(source / "a.jsonl"), weight=1.0),
+        ),
         cache=cache,
     )
     first = prepare_sources(job)

@@ -89,7 +89,7 @@ RUN_BY = {
     "resilience.hangs": "resilience/test_team.py",
     "resilience.preload": "resilience/test_fork_server.py",
     "resilience.user_code": "cli/test_own_module_jobs.py",
-    "train.float8_look": "train/test_float8_runs.py",
+    "train.float8_check": "train/test_float8_runs.py",
     "train.non_finite": "train/test_non_finite.py",
     "train.record": "train/test_logs.py",
     "train.votes": "train/test_saves_and_checks.py",

@@ -25,7 +25,7 @@ from fuzz.damage import (
 from rich.console import Console
 
 from shardwise.config import Observe, from_tables, to_toml
-from shardwise.cost.clusters import asked_for
+from shardwise.cost.clusters import requested_cluster
 from shardwise.observe import open_sinks, render, summarise
 from shardwise.observe.records import to_json
 from shardwise.plan import choose
@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a prediction, two faults that were survived, a slow rank and some saves."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = from_tables(JOB)
-    cluster = asked_for(config.cluster)
+    cluster = requested_cluster(config.cluster)
     assert cluster is not None
     predicted = forecast(config, config.layout, 16, 1, cluster.of(2))
     sinks = open_sinks(folder, Observe())

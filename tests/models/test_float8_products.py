@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.models.float8_products import E4M3, E5M2, LARGEST, SMALLEST, Float8, cast, quantise, scale_for
+from shardwise.models.float8_products import (
+    E4M3,
+    E5M2,
+    LARGEST,
+    SMALLEST,
+    Float8Product,
+    cast,
+    quantise,
+    scale_for,
+)
 from shardwise.models.loss import linear_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -55,7 +64,7 @@ def test_a_product_and_its_gradients_are_those_of_the_8_bit_numbers(dtype: torch
         torch.randn(16, 48).to(dtype).requires_grad_(),
     )
     gradient = (torch.randn(3, 32, 16) * 1e-4).to(dtype)
-    float8 = Float8()
+    float8 = Float8Product()
     float8.weight.value.copy_(scale_for(weight.detach().abs().max(), LARGEST[E4M3]))
     y = float8(x, weight)
     y.backward(gradient)
@@ -88,7 +97,7 @@ def test_tensors_may_lie_column_by_column(device: str) -> None:
     weight = weight.double().requires_grad_()
     gradient = torch.randn(16, 32, dtype=torch.float64, device=device).T
     assert not gradient.is_contiguous()
-    float8 = Float8().to(device)
+    float8 = Float8Product().to(device)
     float8.weight.value.copy_(scale_for(weight.detach().abs().max(), LARGEST[E4M3]))
     float8(x, weight).backward(gradient)
     x8, w8, g8 = (
@@ -108,7 +117,7 @@ def test_what_backward_needs_of_the_input_is_kept_in_8_bits() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
     ):
-        Float8()(x, weight)
+        Float8Product()(x, weight)
     of_input = [tensor for tensor in kept if tensor.numel() == x.numel()]
     assert [tensor.dtype for tensor in of_input] == [E4M3]
 
@@ -148,14 +157,14 @@ def test_a_number_that_is_none_is_seen() -> None:
 def test_compiled_code_notes_what_eager_code_notes() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(32, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
-    eager, compiled = Float8(), Float8()
+    eager, compiled = Float8Product(), Float8Product()
     eager(x, weight).square().sum().backward()
     torch.compile(lambda: compiled(x, weight), fullgraph=True)().square().sum().backward()
     torch.testing.assert_close(compiled.observations[0], eager.observations[0])
 
 
 def test_weights_that_compiled_code_cast_are_to_compiled_code_of_one_size() -> None:
-    product, x, weights = Float8(), torch.randn(48, 16), [torch.randn(32, 16), torch.randn(64, 16)]
+    product, x, weights = Float8Product(), torch.randn(48, 16), [torch.randn(32, 16), torch.randn(64, 16)]
     product.cache_weights(weights, torch.float32, compiled=True)
     kept = product.cached_weights
     seen: list[object] = []
@@ -183,7 +192,7 @@ def test_the_head_in_float8_is_the_cross_entropy_of_8_bit_products(chunk: int | 
     targets[5] = -100
     hidden.requires_grad_()
     weight.requires_grad_()
-    float8 = Float8()
+    float8 = Float8Product()
     float8.weight.value.copy_(scale_for(weight.detach().abs().max(), LARGEST[E4M3]))
     loss = linear_cross_entropy(hidden, weight, targets, chunk, float8=float8)
     loss.backward()

@@ -14,7 +14,7 @@ from ranks.truth import EXACT
 
 from shardwise.mesh import Worker
 from shardwise.plan.chunks import CHUNK_BYTES
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 VOCABULARY, VALUE_BYTES = 259, 8
 BUDGET = {"cpu": 2 * (VOCABULARY // 2) * VALUE_BYTES}
@@ -41,6 +41,6 @@ def test_a_step_ends_where_the_parts_would_fit_different_numbers_of_tokens(
         assert step.gradient_norm == pytest.approx(truth.norms[0], rel=EXACT)
 
 
-def first_step_in_small_chunks(worker: Worker, tables: Tables) -> Step:
+def first_step_in_small_chunks(worker: Worker, tables: Tables) -> StepRecord:
     with mock.patch.dict(CHUNK_BYTES, BUDGET):
         return next(steps(start(worker, tables)))

@@ -14,7 +14,7 @@ from shardwise.errors import RunFailed
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.train.build import Training
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 
 class Fault:
@@ -48,7 +48,7 @@ class Fault:
 class Taken:
     """One step, and whether it changed anything on this rank."""
 
-    step: Step
+    step: StepRecord
     changed: set[str]
     adam_steps: set[float]
 

@@ -24,7 +24,7 @@ from shardwise.config import Config, from_tables
 from shardwise.mesh import Worker
 from shardwise.plan import choose
 from shardwise.train.build import Training, build
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 Tables = dict[str, dict[str, Any]]
 
@@ -97,7 +97,7 @@ def start(worker: Worker, tables: Tables) -> Training:
 class Trained:
     """What a run came to, on one rank."""
 
-    steps: list[Step]
+    steps: list[StepRecord]
     weights: dict[str, Tensor]
 
     @property

@@ -17,7 +17,7 @@ from shardwise.comm import EXPOSED
 from shardwise.mesh import Worker
 from shardwise.resilience.stragglers import Straggler, StragglerChange
 from shardwise.train.reporter import RunReporter
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 
 LIE = 1000.0
 SLEEP = 2.0
@@ -28,7 +28,7 @@ def tables(corpus: str, layout: dict[str, Any], steps: int) -> Tables:
     return job(corpus, model=FAMILIES["llama"], train=train, layout={"data": 1, **layout})
 
 
-def with_a_slow_clock(worker: Worker, tables: Tables, rank: int, span: str) -> list[Step]:
+def with_a_slow_clock(worker: Worker, tables: Tables, rank: int, span: str) -> list[StepRecord]:
     """One rank believes that each of its steps took very much longer, in one span."""
     training = start(worker, tables)
     clock = training.comm.clock
@@ -101,7 +101,7 @@ def test_the_voice_writes_down_who_is_slow_and_says_where_it_runs() -> None:
     assert "rank 3 is as usual again" in said[2]
 
 
-def with_a_sleeping_rank(worker: Worker, tables: Tables) -> list[Step]:
+def with_a_sleeping_rank(worker: Worker, tables: Tables) -> list[StepRecord]:
     """The last rank sleeps before it computes, in its last step."""
     training = start(worker, tables)
     forward_backward = training.parallel.forward_backward

@@ -15,7 +15,7 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import Contents, write_checkpoint
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
-from shardwise.models.float8_products import Float8, Scale, ScaledProduct
+from shardwise.models.float8_products import Float8Product, Scale, ScaledProduct
 from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
 from shardwise.plan import choose
@@ -140,7 +140,9 @@ def test_the_first_step_is_made_with_the_scales_that_it_shows_to_be_needed(corpu
 def test_dynamic_scales_need_no_former_step(corpus: str) -> None:
     built = training(corpus, float8_scaling="dynamic")
     assert [step.again for step in steps(built)] == [0] * 4
-    assert all(module.dynamic for module in built.parallel.model.modules() if isinstance(module, Float8))
+    assert all(
+        module.dynamic for module in built.parallel.model.modules() if isinstance(module, Float8Product)
+    )
 
 
 def test_a_number_that_is_not_finite_stops_the_run(corpus: str) -> None:
@@ -160,7 +162,7 @@ def test_products_are_those_of_the_model_but_what_is_left_out(corpus: str) -> No
     own = [
         name.removesuffix(".float8")
         for name, module in built.parallel.model.named_modules()
-        if isinstance(module, Float8)
+        if isinstance(module, Float8Product)
     ]
     assert own == [f"blocks.1.{name}" for name in ("attention.query", "attention.key", "attention.output",
                                                    "feed_forward.gate", "feed_forward.up",

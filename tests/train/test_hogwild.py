@@ -26,7 +26,7 @@ from shardwise.optim import update
 from shardwise.train.build import Training, restore, save
 from shardwise.train.check_module import check_module
 from shardwise.train.sources import forward_backward
-from shardwise.train.steps import Step, divisor, gradient_norm, steps
+from shardwise.train.steps import StepRecord, divisor, gradient_norm, steps
 
 ROOT = Path(__file__).parents[2]
 NGRAMS = {"module": str(ROOT / "examples" / "ngrams.py:NGrams"), "hidden": 512, "vocabulary": 259}
@@ -50,7 +50,7 @@ def weights_of(training: Training) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in training.parallel.named_parameters()}
 
 
-def train_without_locks(worker: Worker, tables: Tables) -> tuple[list[Step], Weights, Weights]:
+def train_without_locks(worker: Worker, tables: Tables) -> tuple[list[StepRecord], Weights, Weights]:
     """The steps, the weights, and how many updates each parameter has had."""
     training = start(worker, tables)
     done = list(steps(training, source=source_of(training)))
@@ -141,7 +141,7 @@ class InTurn(LockFree):
         everyone("the second has written")
 
 
-def write_in_turn(worker: Worker, tables: Tables) -> tuple[list[Step], Weights]:
+def write_in_turn(worker: Worker, tables: Tables) -> tuple[list[StepRecord], Weights]:
     training = start(worker, tables)
     assert isinstance(training.rank_driver, HogwildRank)
     done = list(steps(training, source=InTurn(training, training.rank_driver.shared, takes_lock=False)))

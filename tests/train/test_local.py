@@ -22,7 +22,7 @@ from shardwise.mesh import Worker
 from shardwise.plan import choose
 from shardwise.train.build import Training, build, restore, save
 from shardwise.train.evaluate import held_out_loss
-from shardwise.train.steps import Step, steps
+from shardwise.train.steps import StepRecord, steps
 from shardwise.verify.plain_torch import Rows, train_plainly
 
 GROUPS, STEPS = 2, 11
@@ -54,7 +54,7 @@ def anchors(training: Training) -> Weights:
     return put_together(training.rank_driver.outer.anchors, training.mesh.worker.world)
 
 
-def train_groups(worker: Worker, tables: Tables) -> tuple[list[Step], Weights, float | None]:
+def train_groups(worker: Worker, tables: Tables) -> tuple[list[StepRecord], Weights, float | None]:
     training = start_groups(worker, tables)
     done = list(steps(training))
     return done, anchors(training), held_out_loss(training)
@@ -346,7 +346,7 @@ def float8_job(corpus: str, **local: Any) -> Tables:
 
 def train_outgrowing(
     worker: Worker, tables: Tables, after: int | None
-) -> tuple[list[Step], list[int], Weights]:
+) -> tuple[list[StepRecord], list[int], Weights]:
     """After that step the second group takes a scale that is too large: of a gradient on which no other
     scaled tensor depends. The step made again has seen one more maximum of each, so its scales may lose a few
     of the smallest numbers more."""

@@ -18,8 +18,8 @@ from shardwise.config import Layout
 from shardwise.config.read import from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.train.shares import MOST, WARM_UP, Dealer, Shares, shares_by_speed
-from shardwise.train.steps import Step, steps
+from shardwise.train.shares import MOST, WARM_UP, Dealer, RowShares, shares_by_speed
+from shardwise.train.steps import StepRecord, steps
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), st.integers(1, 12), st.integers(1, 4))
@@ -40,7 +40,7 @@ def test_every_row_is_dealt_out_and_no_single_move_helps(speeds: list[float], ro
 
 def dealer(world: int, rows: int, **layout: int) -> Dealer:
     degrees = Layout.model_validate({"data": world, **layout})
-    return Dealer(Shares.even(rows, degrees.data_parallel), degrees, 1, 0, by_speed=True)
+    return Dealer(RowShares.even(rows, degrees.data_parallel), degrees, 1, 0, by_speed=True)
 
 
 def test_shares_follow_a_device_that_changes_its_speed() -> None:
@@ -93,7 +93,7 @@ def gradients(
     """The first step's gradients put together, and the data of all steps, with the shares of the devices
     given."""
     training = start(worker, tables)
-    training.shares = Shares(rows) if rows else training.shares
+    training.shares = RowShares(rows) if rows else training.shares
     kept: dict[str, torch.Tensor] = {}
     original = training.parallel.forward_backward
 
@@ -129,11 +129,11 @@ def test_the_gradient_of_uneven_shares_is_that_of_the_even_split(
         assert float((uneven[name] - gradient).norm()) <= 1e-9 * float(gradient.norm()), name
 
 
-def with_a_slow_rank(worker: Worker, tables: Tables) -> list[Step]:
+def with_a_slow_rank(worker: Worker, tables: Tables) -> list[StepRecord]:
     """Rank 1 believes that each of its rows takes very long."""
     training = start(worker, tables)
     clock, finish = training.comm.clock, training.comm.clock.finish
-    last: list[Step] = []
+    last: list[StepRecord] = []
 
     def lying() -> dict[str, float]:
         split, rows = finish(), (last[-1].rows[worker.rank] if last else 8)

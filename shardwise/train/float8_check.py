@@ -1,10 +1,10 @@
-"""The second look at a step in float8: did every tensor fit its scale?
+"""The check of a step in float8: did every tensor fit its scale?
 
 Scales come from the steps before, so a tensor may outgrow its scale. That is noticed on the device before the
 weights are touched. Then the update leaves the weights alone, and the step is made again with scales that
-fit. In the first step of a run no scales are known, so it is made once only to look.
+fit. In the first step of a run no scales are known, so it is made once only to measure the tensors.
 
-In other precisions there are no scales, and nothing is looked at.
+Other precisions have no scales, so nothing is checked.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.train.build import Training
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a step saw of its scaled tensors; the numbers are on the device."""
+class ScaleCheck:
+    """What was measured of the scaled tensors of a step; the numbers are on the device."""
 
     seen: Observation | None
 
@@ -41,8 +41,8 @@ class Look:
         return torch.empty(0, device=device) if self.seen is None else self.seen.numbers.flatten()
 
 
-class Float8Look:
-    """Looks at the scaled tensors of each step."""
+class Float8Check:
+    """Checks the scaled tensors of each step."""
 
     def __init__(self, training: Training) -> None:
         self._scales, self._comm = training.parallel.scales, training.comm
@@ -53,16 +53,16 @@ class Float8Look:
             self._scales.begin()
 
     def begin_gradients(self) -> None:
-        """Tell whether gradients are computed only to look, so that compression leaves them alone."""
+        """Note whether gradients only serve to measure tensors; then compression leaves them alone."""
         self._comm.discard_gradients = self._scales is not None and not self._scales.known
 
-    def look(self) -> Look:
-        """Look at the tensors of the gradients just computed, and remember their magnitudes."""
+    def check(self) -> ScaleCheck:
+        """Measure the tensors of the step just computed, and remember their magnitudes for later scales."""
         if self._scales is None:
-            return Look(None)
+            return ScaleCheck(None)
         seen = self._scales.observe()
         self._scales.record(seen)
-        return Look(seen)
+        return ScaleCheck(seen)
 
 
 def not_finite(scaled: Sequence[float]) -> list[int]:
