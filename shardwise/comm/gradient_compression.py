@@ -147,6 +147,7 @@ class Compressor:
             rows = self._rows[key] = self.sums.rows(residuals, scattered, self.settings.dtype)
             for residual, part in zip(residuals, rows.parts, strict=True):
                 part.copy_(residual)
+                _used_on_this_stream(residual)
         return self._rows[key]
 
     def _add(self, name: str, gradient: Tensor, part: Tensor) -> None:
@@ -163,6 +164,16 @@ class Compressor:
         """Return the indices of compressed parameters, and of the others."""
         compressed = [index for index, name in enumerate(names) if name in self.names]
         return compressed, [index for index, name in enumerate(names) if name not in self.names]
+
+
+def _used_on_this_stream(tensor: Tensor) -> None:
+    """Keep the memory of a tensor from being used again until this stream has read it.
+
+    Sums run on another stream than the one on which the first residuals are made. Without this, the memory
+    of a freed residual may be overwritten before it is copied.
+    """
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _copy_parts(flat: Tensor, into: Sequence[Tensor]) -> None:
