@@ -161,13 +161,16 @@ def join(worker: Worker, layout: Layout, asked: Device = "auto", groups: int = 1
 
 
 def _meet(worker: Worker, device: torch.device) -> None:
-    backend = _backend(worker, device)
+    """Create the process group of all workers.
+
+    torch is not given a `device_id`: with it, the second grid that a process creates, for example after a
+    fault, ends in a segmentation fault (pytorch/pytorch#192109).
+    """
     dist.init_process_group(
-        backend,
+        _backend(worker, device),
         rank=worker.rank,
         world_size=worker.world,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if backend == "nccl" else None,
         **_rendezvous(worker),
     )
 
