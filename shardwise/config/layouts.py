@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
-from math import log2
+from math import gcd, log2
 from typing import NamedTuple
 
 from shardwise.config.axes import MODEL_AXES
@@ -144,7 +144,19 @@ def _in_words(values: Sequence[int]) -> str:
 def fewest_devices(layout: Layout) -> int:
     """Return the smallest number of devices for a layout with an open data axis: those of the other axes, and
     enough for the experts."""
-    return layout.fixed * -(-layout.expert // (layout.context * layout.tensor))
+    return layout.fixed * (layout.expert // gcd(layout.expert, layout.context * layout.tensor))
+
+
+def smallest_data(layout: Layout, global_batch: int) -> int:
+    """Return the smallest data axis that a proof of this layout needs.
+
+    If the job leaves it open, it is what the experts need, or 2 if the layout has no other axis to prove and
+    the batch divides over 2 devices.
+    """
+    if layout.data > 0:
+        return layout.data
+    several = 2 if layout.fixed == 1 and global_batch % 2 == 0 else 1
+    return max(fewest_devices(layout) // layout.fixed, several)
 
 
 def workers_without_gpus(layout: Layout) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.config import Config, Layout, fewest_devices, with_dividing_backward_shards
+from shardwise.config import Config, Layout, smallest_data, with_dividing_backward_shards
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
@@ -110,7 +110,7 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, C
     # Weights are initialised at random: a proof is about the computation, not about trained values.
     model = config.model.model_copy(update={"pretrained": None})
     small, shrunk = shrink(config.model_copy(update={"model": model}))
-    data = smallest_data(small.layout)
+    data = smallest_data(small.layout, small.train.global_batch)
     layout = with_dividing_backward_shards(small.layout, data).model_copy(
         update={"data": data, "offload": False}
     )
@@ -142,16 +142,6 @@ def _split_compression(layout: Layout) -> tuple[Layout, tuple[Layout, ...]]:
         if getattr(compressing, name) not in (None, AUTO)
     )
     return exact, compressed
-
-
-def smallest_data(layout: Layout) -> int:
-    """Return the size of the data axis.
-
-    Where the job leaves it open, it is what the experts need, or 2 if the layout has no other axis to prove.
-    """
-    if layout.data > 0:
-        return layout.data
-    return max(fewest_devices(layout) // layout.fixed, 2 if layout.fixed == 1 else 1)
 
 
 def _train(config: Config, steps: int, dtype: Dtype) -> Json:

@@ -17,7 +17,6 @@ overflows, a kernel that fails at its largest size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
@@ -34,6 +33,7 @@ from shardwise.config import (
     divisors,
     from_tables,
     sequence_multiple,
+    smallest_data,
     stages_per_rank,
 )
 from shardwise.config.layout_rules import heads_divide_over_context, splits_evenly, splits_or_repeats
@@ -158,17 +158,9 @@ def _missed(properties: Properties, wanted: Properties) -> Properties:
 
 
 def _with_data(config: Config) -> Layout:
-    """Return the layout with a definite data axis.
-
-    `data = -1` means all devices that are left over. Here it becomes as few as the experts need, or two if
-    there is no other axis to prove.
-    """
-    layout = config.layout
-    if layout.data > 0:
-        return layout
-    needed = layout.expert // math.gcd(layout.expert, layout.context * layout.tensor)
-    several = 2 if layout.fixed == 1 and config.train.global_batch % 2 == 0 else 1
-    return layout.model_copy(update={"data": max(needed, several)})
+    """Return the layout with a definite data axis."""
+    data = smallest_data(config.layout, config.train.global_batch)
+    return config.layout.model_copy(update={"data": data})
 
 
 def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, Layout]:

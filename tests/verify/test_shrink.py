@@ -15,6 +15,7 @@ from shardwise.config import AXES, PRESETS, Config, context_attention, from_tabl
 from shardwise.config.parameters import count
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.plan import choose, make_schedule, stage_blocks
+from shardwise.verify.proof_job import prepare_proof
 from shardwise.verify.shrink import shrink
 
 KEPT = {
@@ -327,3 +328,19 @@ def test_a_window_that_cuts_the_sequence_still_does(window: int, cuts: bool, fol
     assert small.model.window is not None
     assert (1 < small.model.window < small.data.sequence_length) == cuts
     assert context_attention(small.model, small.layout) == "ulysses"
+
+
+@pytest.mark.parametrize(("batch", "data"), [(8, 2), (7, 1)])
+def test_an_open_data_axis_is_the_same_for_a_small_job_and_a_shrunk_one(
+    batch: int, data: int, corpus: str, folder: Path
+) -> None:
+    large = job({"preset": "llama3-8b"}, {}, global_batch=batch)
+    small = from_tables(
+        {
+            "model": {"preset": "bytes-400k"},
+            "data": {"source": corpus, "sequence_length": 32},
+            "train": {"global_batch": batch},
+        }
+    )
+    assert shrink(large, folder=folder)[0].layout.data == data
+    assert prepare_proof(small, 1, "float64")[0].plan.layout.data == data
