@@ -69,13 +69,15 @@ def doctor(
 
 def examine() -> list[Finding]:
     """Return everything that is examined, in the order in which it is shown."""
+    from shardwise.mesh import cores, machine_memory
+
     gpus = _gpus()
     return [
         Finding("shardwise", "good", __version__),
         Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         _torch(gpus),
-        Finding("cores", "good", f"{_cores()} usable"),
-        Finding("memory", "good", f"{_memory_gib():.1f} GiB"),
+        Finding("cores", "good", f"{cores()} usable"),
+        Finding("memory", "good", f"{machine_memory() / GIB:.1f} GiB"),
         _gpu(gpus),
         _disk(),
         _cache(),
@@ -196,20 +198,6 @@ def _version(package: str) -> str | None:
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory_gib() -> float:
-    """Return the memory of the machine, or the part that its container may use."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return (min(total, int(text)) if text.isdigit() else total) / GIB
 
 
 def _bad(findings: list[Finding]) -> list[Finding]:

@@ -93,10 +93,11 @@ class Hogwild(WholeModels):
         """Refuse a job whose weights and states do not fit into the free memory of this host."""
         import psutil
 
+        from shardwise.mesh import machine_memory
         from shardwise.units import GIB
 
         needed = plan.state_width * plan.state_numbers
-        free = psutil.virtual_memory().available
+        free = min(float(psutil.virtual_memory().available), machine_memory())
         if needed > free:
             raise UserError(
                 f"train.driver = 'hogwild': weights and optimizer states take {needed / GIB:,.1f} GiB of "

@@ -20,7 +20,14 @@ from shardwise.mesh.environment import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.mesh.devices import device_memory, device_name, gpus_are_shared, local_gpus, uses_gpus
+    from shardwise.mesh.devices import (
+        device_memory,
+        device_name,
+        gpus_are_shared,
+        local_gpus,
+        machine_memory,
+        uses_gpus,
+    )
     from shardwise.mesh.mesh import (
         Mesh,
         abandon,
@@ -47,6 +54,7 @@ __all__ = [
     "launch_mode",
     "leave",
     "local_gpus",
+    "machine_memory",
     "open_rendezvous_store",
     "open_team_store",
     "peer_is_gone",
@@ -54,7 +62,7 @@ __all__ = [
     "worker_environment",
 ]
 
-_DEVICES = ("device_memory", "device_name", "local_gpus", "uses_gpus", "gpus_are_shared")
+_DEVICES = ("device_memory", "device_name", "gpus_are_shared", "local_gpus", "machine_memory", "uses_gpus")
 
 
 def __getattr__(name: str) -> object:

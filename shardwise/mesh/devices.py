@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's `mallopt` (malloc.h)."""
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Files with the memory in bytes that a container may use, of both versions of Linux's control groups."""
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 """Patterns of the files that a GPU driver creates in /dev: NVIDIA's for cards and for boards, AMD's, and that
 of Windows for Linux.
@@ -106,4 +108,11 @@ def device_memory(workers_here: int, asked: Device = "auto") -> float:
 
         sharing = -(-workers_here // local_gpus())
         return float(torch.cuda.get_device_properties(0).total_memory) / sharing
-    return float(psutil.virtual_memory().total) / workers_here
+    return machine_memory() / workers_here
+
+
+def machine_memory() -> float:
+    """Return the bytes of memory of this machine, or the part that its container may use."""
+    total = psutil.virtual_memory().total
+    limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
+    return float(min([total, *(int(limit) for limit in limits if limit.isdigit())]))

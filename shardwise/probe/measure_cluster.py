@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import psutil
 import torch.distributed as dist
 
 from shardwise.config import Layout
 from shardwise.cost.cluster import Cluster
-from shardwise.mesh import Worker, join, leave
+from shardwise.mesh import Worker, join, leave, machine_memory
 from shardwise.probe import device_speed, link_speed
 from shardwise.probe.bench import TIMEOUT, Bench
 from shardwise.probe.probe_budget import Budget
@@ -52,7 +51,7 @@ def measure_cluster(
         inside=inside,
         between=between,
         shared=on_cpu,
-        host_memory=float(psutil.virtual_memory().total),
+        host_memory=machine_memory(),
     )
     if on_cpu:
         return replace(measured, host_memory_bandwidth=device.bandwidth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,5 +73,18 @@ def test_gpus_that_are_asked_for_and_not_there_are_missed(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("workers", [1, 4])
 def test_workers_on_a_cpu_have_its_memory_together(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
+    monkeypatch.setattr("shardwise.mesh.devices.CONTAINER_LIMITS", ())
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert workers * device_memory(workers) == pytest.approx(machine, rel=0.01)
+
+
+@pytest.mark.parametrize(("limit", "memory"), [("1000", 1000), ("max", 5000), ("9223372036854771712", 5000)])
+def test_workers_in_a_container_have_the_memory_that_it_may_use(
+    limit: str, memory: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    files = (tmp_path / "memory.max", tmp_path / "absent")
+    monkeypatch.setattr("shardwise.mesh.devices.CONTAINER_LIMITS", files)
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=5000))
+    assert [device_memory(workers) for workers in (1, 4)] == [memory, memory / 4]
