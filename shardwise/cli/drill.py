@@ -100,11 +100,9 @@ def _unknown(faults: str) -> Iterator[str]:
 
 def _workers(config: Config, workers: int | None) -> int:
     """Return the number of workers that `shardwise train` would start."""
-    from shardwise.config import workers_without_gpus
-    from shardwise.mesh import local_gpus
+    from shardwise.cli.train import workers_here
 
-    requested = workers or (config.layout.world if config.layout.data > 0 else None)
-    return requested or local_gpus() or workers_without_gpus(config.layout)
+    return workers or workers_here(config)
 
 
 class _DrillBar:

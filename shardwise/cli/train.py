@@ -145,7 +145,7 @@ def _worker_counts(config: Config, node: Node | None, workers: int | None, limit
 
     driver, nodes = driver_of(config), node.nodes if node else 1
     driver.check_hosts(nodes)
-    here = workers or (node.workers if node else None) or _workers_here(config, limits, nodes)
+    here = workers or (node.workers if node else None) or workers_here(config, limits, nodes)
     counts = WorkerCounts(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if driver.has_loose_workers:
         driver.check_worker_counts(config, counts, limits[0])
@@ -154,7 +154,7 @@ def _worker_counts(config: Config, node: Node | None, workers: int | None, limit
     return counts
 
 
-def _workers_here(config: Config, limits: Limits, nodes: int) -> int:
+def workers_here(config: Config, limits: Limits = (None, None), nodes: int = 1) -> int:
     """Return how many workers this machine starts if nothing else was asked for."""
     from shardwise.config import workers_without_gpus
     from shardwise.drivers.registry import driver_of

@@ -252,3 +252,17 @@ def test_a_float32_job_that_loses_a_host_is_drilled_in_float64(
     assert Dtypes.of(prepared.train).states == ("float64" if drilled_in == "float64" else "float32")
     assert ("train.precision" in said) == (drilled_in != precision)
     assert prepared.train.precision in TOLERANCE or "lose" not in kinds
+
+
+def test_a_drill_has_as_many_workers_as_the_run_that_it_stands_for() -> None:
+    groups = from_tables(
+        {
+            "model": {"preset": "bytes-400k"},
+            "data": {"source": "x"},
+            "train": {"driver": "local"},
+            "local": {"groups": 2},
+            "layout": {"data": 2},
+        }
+    )
+    assert command._workers(groups, None) == 4
+    assert command._workers(groups, 8) == 8
