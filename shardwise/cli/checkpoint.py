@@ -230,6 +230,19 @@ def _checkpoints_of(folder: str) -> list[str]:
     raise UserError(f"{folder} holds no checkpoint; a checkpoint is a folder step-N with a {MANIFEST}")
 
 
+def kept_steps(run: Path) -> list[int] | None:
+    """Return the steps of a run's checkpoints, wherever its job saves them; None if that cannot be read."""
+    from shardwise.checkpoint import checkpoints, step_of
+
+    try:
+        return [
+            step_of(address)
+            for address in checkpoints(_run_checkpoints(run / "config.toml") or run / "checkpoints")
+        ]
+    except UserError:
+        return None
+
+
 def _run_checkpoints(config: Path) -> str | None:
     """Return the folder of checkpoints that the job of a run folder names, if it names one."""
     from shardwise.files import parse_toml, read_bytes

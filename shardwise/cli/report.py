@@ -61,6 +61,7 @@ def report(
 ) -> None:
     """Show what happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what
     had been predicted."""
+    from shardwise.cli.checkpoint import kept_steps
     from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
     from shardwise.observe.render_report import render, summarise
@@ -69,7 +70,7 @@ def report(
 
     if cluster is not None and not calibrate:
         raise UserError(f"--cluster {cluster}: goes with --calibrate, which writes it")
-    summary = summarise(run, advise)
+    summary = summarise(run, advise, kept_steps(run))
     learned = _calibrate(run, summary, cluster) if calibrate else None
     trace = merge(run)
     if json:

@@ -248,7 +248,7 @@ def _is_worth_showing(name: str, value: object, several: bool) -> bool:
 
 def _checkpoints(checkpoints: Summary) -> str:
     kept = checkpoints["kept_steps"]
-    names = ", ".join(f"step {step}" for step in kept) or "none"
+    names = "not known" if kept is None else ", ".join(f"step {step}" for step in kept) or "none"
     took = checkpoints["save_seconds"]
     typical = ""
     if took is not None:

@@ -46,10 +46,15 @@ Summary = dict[str, Any]
 _T = TypeVar("_T")
 
 
-def summarise(folder: str | Path, advise: Callable[..., DataclassInstance] | None = None) -> Summary:
+def summarise(
+    folder: str | Path,
+    advise: Callable[..., DataclassInstance] | None = None,
+    kept_steps: Sequence[int] | None = None,
+) -> Summary:
     """Return the summary of the run in a folder. The run may still be going on.
 
-    `advise` (search/interval.py) says how often to save.
+    `advise` (search/interval.py) says how often to save. `kept_steps` are the steps of the run's checkpoints;
+    None: they are not known.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -58,7 +63,7 @@ def summarise(folder: str | Path, advise: Callable[..., DataclassInstance] | Non
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     run, time_used, damaged_steps = _steps(folder, events)
     steady = run.steady.sample
-    saves = _checkpoints(folder, events)
+    saves = _checkpoints(kept_steps, events)
     return {
         "run": str(folder),
         "steps": run.last["step"],
@@ -279,16 +284,15 @@ def _experts(run: RunTotals) -> Summary | None:
     return {"imbalance": imbalance, "load": last["expert_load"]}
 
 
-def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
+def _checkpoints(kept_steps: Sequence[int] | None, events: Sequence[Record]) -> Summary:
     """Return what was saved and is kept, and the duration, the pause of training and the size of a typical
     save.
     """
-    kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
     saves = [event for event in events if event["event"] == "save"]
     typical = {key: _median(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
     return {
         "saved": len(saves),
-        "kept_steps": sorted(kept),
+        "kept_steps": None if kept_steps is None else sorted(kept_steps),
         "save_seconds": typical["seconds"],
         "stall_seconds": typical["seconds"] if typical["stall_seconds"] is None else typical["stall_seconds"],
         "bytes": typical["bytes"],

@@ -177,3 +177,15 @@ def test_a_cluster_file_that_is_gone_is_named(tmp_path, cluster_file):
     planned_run(tmp_path / "run", {"file": str(cluster_file)})
     cluster_file.unlink()
     assert f"'{cluster_file}' of the run is not there" in refusal(tmp_path / "run", "--calibrate")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_report_names_the_finished_checkpoints_wherever_the_job_saves_them(run, tmp_path, elsewhere):
+    folder = tmp_path / "elsewhere" if elsewhere else run / "checkpoints"
+    if elsewhere:
+        (run / "config.toml").write_text(f'[checkpoint]\nfolder = "{folder}"\n')
+    for name, finished in (("step-3", True), ("step-6", False)):
+        (folder / name).mkdir(parents=True)
+        if finished:
+            (folder / name / "checkpoint.json").write_text("{}")
+    assert json.loads(invoke(run, "--json").stdout)["checkpoints"]["kept_steps"] == [3]
