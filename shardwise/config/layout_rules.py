@@ -225,10 +225,7 @@ def unsupported_by_ring(model: Model, sequence_length: int) -> str | None:
     """Return the setting of a model's attention that a ring does not support; None if it supports all."""
     if model.attention_softcap is not None:
         return f"model.attention_softcap = {model.attention_softcap:g}"
-    if any(
-        model.visible_tokens(layer, sequence_length) < sequence_length
-        for layer in range(min(2, model.layers))
-    ):
+    if model.window_cuts(sequence_length):
         return f"model.window = {model.window}"
     return None
 

@@ -137,10 +137,18 @@ class Model(Section):
         """Return every setting of the model itself, without the source it came from."""
         return self.model_dump(exclude={"preset", "pretrained"})
 
+    def window_of(self, layer: int) -> int | None:
+        """Return the attention window of a block; None: it has none."""
+        return self.window if self.window_layers == "all" or layer % 2 == 0 else None
+
     def visible_tokens(self, layer: int, sequence_length: int) -> int:
         """Return how many tokens the last token of a sequence attends to in a block."""
-        windowed = self.window is not None and (self.window_layers == "all" or layer % 2 == 0)
-        return min(sequence_length, self.window) if windowed and self.window else sequence_length
+        return min(sequence_length, self.window_of(layer) or sequence_length)
+
+    def window_cuts(self, sequence_length: int) -> bool:
+        """Return whether a window hides some tokens of a sequence of this length, in any block."""
+        layers = range(min(2, self.layers))
+        return any(self.visible_tokens(layer, sequence_length) < sequence_length for layer in layers)
 
     @property
     def gated(self) -> bool:

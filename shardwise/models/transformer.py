@@ -45,9 +45,10 @@ class Block(nn.Module):
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
-        self.windowed = config.window is not None and (config.window_layers == "all" or layer % 2 == 0)
+        window = config.window_of(layer)
+        self.windowed = window is not None
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config, config.window if self.windowed else None)
+        self.attention = Attention(config, window)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = MixtureOfExperts(config) if config.experts else make_feed_forward(config)
         self.attention_post_norm = make_norm(config) if config.post_norms else nn.Identity()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from shardwise.config import Checkpoint, Model, context_attention
-from shardwise.config.layout_rules import unsupported_by_ring
 from shardwise.config.no_effect import idle_settings
 from shardwise.cost.device_peaks import peak_flops
 from shardwise.drivers.registry import driver_of
@@ -155,7 +154,7 @@ def _attention(training: Training) -> str:
         config.data.sequence_length,
         config.data.reset_attention,
     )
-    windowed = unsupported_by_ring(config.model, length) is not None
+    windowed = config.model.window_cuts(length)
     kernel = describe_attention(
         config.model, training.mesh.device.type, dtype, length, masked=documents or windowed
     )
