@@ -190,8 +190,7 @@ def _on_data_axes(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> 
     settings = _compression(plan, model, table, comm)
     if not engine.sharded:
         allocate(model, comm.device)
-        alone = engine.single or plan.one_copy
-        return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
+        return SingleDevice(model) if engine.single else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[spec.dtypes.compute], DTYPES[spec.dtypes.sums]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
     gathers = _gathers(plan, model, table, comm)

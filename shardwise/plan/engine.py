@@ -28,7 +28,7 @@ count it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardwise.config.schedules import Numbers, Pipeline, splits_backward
@@ -76,6 +76,10 @@ class Engine:
     def reduces_each(self) -> Numbers:
         """Whether gradients are reduced in the backward of each micro-batch, rather than of the last one."""
         return self.sharded & (self.zero >= 2) & (self.splits_backward == 0)
+
+    def without_copies(self) -> Engine:
+        """Return the engine of this layout if all devices use one copy of the weights, in shared memory."""
+        return replace(self, zero=0, single=True, replicated=False, sharded=False)
 
     def copies(self, axis: str) -> str:
         """Return the axis over which FSDP2 sums the gradients of a unit that is sharded over `axis`.

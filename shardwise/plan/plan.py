@@ -90,7 +90,8 @@ class Plan:
     @property
     def engine(self) -> Engine:
         """How devices with the same weights keep them equal (plan/engine.py)."""
-        return engine_of(self.layout, self.model.shape.experts)
+        engine = engine_of(self.layout, self.model.shape.experts)
+        return engine.without_copies() if self.one_copy else engine
 
     @property
     def gradient_sums(self) -> SumCompression | None:

@@ -257,3 +257,9 @@ def test_between_replicas_of_one_device_all_sums_are_compressed() -> None:
     plan = choose(job(replica=2, tensor=2, data=1, compression="int8", compression_axes="replica"), 4)
     assert plan.layout.compression_axes == "all"
     assert not plan.decisions["layout.compression_axes"].asked
+
+
+def test_workers_that_use_one_copy_of_the_weights_have_the_engine_of_one_device() -> None:
+    shared = job(data=2).model_copy(update={"train": Train.model_validate({"driver": "hogwild"})})
+    plan = choose(shared, 2)
+    assert (plan.engine.name, plan.to_json()["resolved"]["engine"]) == ("single", "single")
