@@ -16,6 +16,8 @@ AUTO = "auto"
 """Value in place of a codec: the planner chooses one, or none."""
 SETTINGS = ("compression", "compression_axes", "compression_warmup", "error_feedback")
 """Settings of a layout that decide how gradients are compressed."""
+GATHER_SETTINGS = ("weight_compression", "backward_shards")
+"""Settings of a layout that decide how sharded weights are gathered."""
 SMALLEST_COMPRESSED = 4096
 """Smallest number of elements of a matrix that is compressed."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import tomli_w
 
 from shardwise.config import Config, Layout
-from shardwise.config.compression import SETTINGS
+from shardwise.config.compression import GATHER_SETTINGS, SETTINGS
 from shardwise.config.parameters import active_count, count
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
@@ -144,8 +144,8 @@ def traffic(work: Workload, cluster: Cluster, space: Space) -> list[Json]:
 
 
 def layout_of(result: SearchResult, index: int) -> Layout:
-    """Return the layout of one candidate, with the compression of the job."""
-    how = {name: result.fixed[name] for name in SETTINGS if name in result.fixed}
+    """Return the layout of one candidate, with the compression and the gathers of the job."""
+    how = {name: result.fixed[name] for name in (*SETTINGS, *GATHER_SETTINGS) if name in result.fixed}
     return result.space.layout(index).model_copy(update=how)
 
 

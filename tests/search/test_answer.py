@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwise.cost.clusters import named
 from shardwise.cost.space import RECOMPUTE, space_of
 from shardwise.errors import ConfigError
 from shardwise.search.answer import answer, best_of_each, runner_up
+from shardwise.search.forecast import plan_job
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import NEAR, SearchResult, _simplest_first, moving_parts, search
 from shardwise.search.whole_run import to_hide
@@ -345,3 +347,13 @@ def test_bandwidth_to_hide_gathers_counts_those_of_experts(devices: int, link: s
     )  # gathered twice in 2 bytes, summed in 4
     assert found["link"] == link
     assert sent < found["bytes_on_the_wire"] < 1.5 * sent, "the experts' and the little that is not"
+
+
+@pytest.mark.parametrize("setting", [{"weight_compression": "int8"}, {"backward_shards": 8}])
+def test_the_gathers_that_a_job_asks_for_stay_in_what_is_planned(setting: dict[str, Any]) -> None:
+    config, machine = job(zero=3, **setting), cluster(16)
+    planned, _ = plan_job(config, machine, machine.devices)
+    pasted = answer(config, search(config, machine, machine.devices))["best"]["config"]
+    ((name, value),) = setting.items()
+    assert getattr(planned.layout, name) == value
+    assert tomllib.loads(pasted)["layout"][name] == value
