@@ -125,9 +125,11 @@ def _calibrate(run: Path, summary: Summary, asked: Path | None) -> _Calibration:
 
 
 def _as_planned(config: Config, summary: Summary) -> Config:
-    """Return the run's job with the parts of its plan that a prediction depends on: recomputation and the
-    cluster."""
-    update: Json = {}
+    """Return the run's job with the parts of its plan that a prediction depends on: the layout with its
+    codecs, recomputation and the cluster."""
+    from shardwise.config import Layout
+
+    update: Json = {"layout": Layout.model_validate(summary["layout"], strict=False)}
     if summary["recompute"] is not None:
         update["train"] = config.train.model_copy(update={"recompute": summary["recompute"]})
     if summary["cluster_file"] is not None:
@@ -173,11 +175,10 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
 
 def _step_seconds(config: Config, summary: Summary, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of a step that this cluster predicts for the job as it ran."""
-    from shardwise.config import Layout
     from shardwise.errors import UserError
     from shardwise.search.forecast import forecast
 
-    layout = Layout.model_validate(summary["layout"], strict=False)
+    layout = config.layout
     try:
         choices = layout, summary["micro_batch"], summary["accumulation"]
         predicted = forecast(config, *choices, cluster.of(layout.world), summary["bucket_bytes"])

@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shardwise.cli.report import report
+from shardwise.cli.report import _as_planned, report
 from shardwise.config import from_tables, to_toml
 from shardwise.cost.cluster import Link
 from shardwise.cost.cluster_file import read_cluster, write_cluster
@@ -189,3 +189,11 @@ def test_the_report_names_the_finished_checkpoints_wherever_the_job_saves_them(r
         if finished:
             (folder / name / "checkpoint.json").write_text("{}")
     assert json.loads(invoke(run, "--json").stdout)["checkpoints"]["kept_steps"] == [3]
+
+
+def test_calibrating_predicts_the_layout_that_ran():
+    asked = from_tables({**JOB, "layout": {"data": 2, "compression": "auto"}})
+    ran = asked.layout.model_copy(update={"compression": "int8", "zero": 1})
+    summary = {"layout": ran.model_dump(), "recompute": "full", "cluster_file": None}
+    planned = _as_planned(asked, summary)
+    assert (planned.layout, planned.train.recompute) == (ran, "full")
