@@ -84,6 +84,11 @@ def axis_of(flow: Flow) -> str:
     return "data" if first == "expert_data" or (first == "replica" and flow.axis != "replica") else first
 
 
+def is_of_weights(flow: Flow) -> bool:
+    """Return whether a flow gathers weights or sums gradients over devices with the same weights."""
+    return axis_of(flow) in ("data", "replica") and flow.when != "step"
+
+
 def price(sent: Sequence[Flow], work: Workload, space: Space, cluster: Cluster) -> Priced:
     """Return the seconds of all flows of these candidates."""
     grids, index = space.grids

@@ -30,7 +30,7 @@ from shardwise.config.schema import SECTIONS
 from shardwise.cost.collectives import group_of, rates, wire_factor
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.price import axis_of
+from shardwise.cost.price import is_of_weights
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Space, Workload
 from shardwise.cost.traffic import flows
@@ -44,8 +44,7 @@ OUTER_EVERY = int(SECTIONS["local"].model_fields["sync_every"].default)
 """Number of steps between two exchanges of groups that train by themselves."""
 _OUTER_BYTES = 8.0
 """Bytes for each averaged parameter: its value at the last average, and the outer momentum."""
-_DATA = ("data", "replica")
-_WAITS = (*_DATA, "links")
+_WAITS = ("data", "replica", "links")
 """Terms of a step that shrink with what the data axis sends."""
 PLAIN = "none"
 """Name of the alternative that compresses nothing, where the job has a codec."""
@@ -177,7 +176,7 @@ def _sent(result: SearchResult, work: Workload, space: Space) -> float:
         flow.bytes * wire_factor(flow.kind, devices(flow.axis, space).astype(float))
         for flow in flows(work, space, SHARDWISE, result.cluster.device_type)
         if flow.codec_work is not None
-        or (flow.kind in ("reduce_scatter", "all_reduce") and axis_of(flow) in _DATA and flow.when != "step")
+        or (flow.kind in ("reduce_scatter", "all_reduce") and is_of_weights(flow))
     ]
     return float(sum(sums, np.zeros(1))[0])
 

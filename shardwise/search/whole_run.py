@@ -15,12 +15,13 @@ from shardwise.config.parameters import count
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, group_of
 from shardwise.cost.flow import Flow
+from shardwise.cost.price import is_of_weights
 from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import Json
 from shardwise.observe.format import format_count
 from shardwise.plan.flops import flops_per_token
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
+from shardwise.plan.step_terms import COMPUTING
 from shardwise.plurals import counted
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
@@ -33,8 +34,6 @@ STORAGE = 20e9
 """Bytes/s of the storage that all nodes write to together, where nothing better is known: a parallel file
 system of medium size."""
 _DAY = 86400.0
-_OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EXPERT_SHARDS}")
-"""Axes over which weights are gathered and gradients summed."""
 
 
 def beyond(
@@ -76,10 +75,8 @@ def to_hide(result: SearchResult, best: int) -> Json | None:
     """
     winner = result.space.take([best])
     prediction = result.prediction(best)
-    computing = sum(
-        float(prediction.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute")
-    )
-    moved = [flow for flow in flows(result.work, winner) if flow.axis in _OF_WEIGHTS and flow.bytes[0]]
+    computing = sum(float(prediction.seconds[name][0]) for name in COMPUTING)
+    moved = [flow for flow in flows(result.work, winner) if is_of_weights(flow) and flow.bytes[0]]
     groups = [group_of(flow.axis, winner, result.cluster) for flow in moved]
     between = any(group.nodes[0] > 1 for group in groups)
     wire, hops = _on_the_wire(moved, groups, between)
