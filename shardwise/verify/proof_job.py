@@ -7,8 +7,8 @@ and a wrong update would not be seen. Blocks are not compiled, and everything ru
 are requested (`run.device`), blocks are compiled if the job says so; the reference is still one CPU process.
 
 Three things are added. Every other row of data is generated to reach cases that the job's text may never
-reach (verify/proof_rows.py). The loss is cut into a few chunks of tokens, as in large jobs, but not on one
-device. And the evaluation reads one row more than a global batch.
+reach (verify/proof_rows.py). The loss of the layout is cut into a few chunks of tokens, as in large jobs, and
+that of one device is not. The evaluation reads one row more than a global batch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 """Distance between 1 and the next larger number of each dtype."""
 ALLOWANCE = 8.0
-"""In a dtype shorter than float64, the largest error of a layout as a multiple of one device's rounding
-error."""
+"""Largest error of a layout in a dtype shorter than float64, as a multiple of one device's rounding error."""
+Against = Literal["one-device", "plain"]
+"""What a layout is compared with: this code on one device, or verify/plain_torch.py."""
+Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
+"""Kinds of faults that verify/sabotage.py can inject."""
+SCALE = 1.01
+"""Factor by which scale-gradient multiplies a gradient."""
 CHUNKS = 3
 """Number of chunks of the loss for a micro-batch of more than a few tokens; the last chunk is shorter."""
-
-
 _WEIGHTS = ("weight_compression",)
 """Settings of the layout that belong to the compression of weights."""
 
@@ -158,17 +161,6 @@ def _train(config: Config, steps: int, dtype: Dtype) -> Json:
         "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/compare_layout.py)
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
-
-
-Against = Literal["one-device", "plain"]
-"""What a layout is compared with: this code on one device, or verify/plain_torch.py."""
-
-Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
-"""Kinds of faults that verify/sabotage.py can inject."""
-
-
-SCALE = 1.01
-"""Factor by which scale-gradient multiplies a gradient."""
 
 
 def check_sabotage(kind: Sabotage, proof: ProofJob) -> None:

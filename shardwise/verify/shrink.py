@@ -1,13 +1,13 @@
 """Shrink a job that is too large for this machine, without changing what can go wrong in its layout.
 
 Mistakes of a layout are in its structure: which device holds what, what is summed over which devices, what is
-split unevenly. None of them needs 80 layers or 8192 features to show; all of them need the axis, the grouped
-heads, the short last slice. So the proof of a large job is the proof of the smallest job that has the same
-*properties*: yes-or-no statements such as "there are fewer kv heads than tensor devices" or "the vocabulary
-does not divide by their number". For each group of numbers (degrees with heads and experts, depth, batch,
-widths, vocabulary), the smallest numbers with all properties of the original are searched. Where no small
-numbers have all properties, those listed last are given up. Settings that are no numbers (norms, router,
-schedule, zero, recomputation, ...) stay as they are.
+split unevenly. They do not depend on 80 layers or 8192 features, but on the axes, the grouped heads and the
+short last slice. So a large job is proven on the smallest job that has the same *properties*: yes-or-no
+statements such as "there are fewer kv heads than tensor devices" or "the vocabulary does not divide by their
+number". For each group of numbers (degrees with heads and experts, depth, batch, widths, vocabulary), a
+search finds the smallest numbers with all properties of the original. If no small numbers have all of them,
+the properties listed last are given up. Settings that are not numbers (norms, router, schedule,
+recomputation, ...) and `zero` stay as they are.
 
 Example: llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv
 heads, becomes 4 layers of 32 features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2. That takes
