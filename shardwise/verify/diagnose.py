@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from shardwise.files import Json
+from shardwise.plurals import listed
 from shardwise.verify.rank_reports import (
     HELD_OUT,
     LOAD,
@@ -45,7 +46,7 @@ from shardwise.verify.rank_reports import (
     RankTrace,
     SliceComparison,
 )
-from shardwise.verify.verdict import EXACT, QuantityError, Verdict
+from shardwise.verify.verdict import EXACT, QuantityError, Verdict, finite
 
 SUMMED_AXES = ("tensor", "context", "data", "replica", "expert")
 """Axes over which activations or their gradients may be summed."""
@@ -139,9 +140,7 @@ def _where(first: FirstDifference) -> str:
 
 
 def _sentence(cause: Cause) -> str:
-    names = ", ".join(cause.parameters[:3]) + (
-        f" and {len(cause.parameters) - 3} more" if len(cause.parameters) > 3 else ""
-    )
+    names = listed(cause.parameters)
     ratio = "" if cause.ratio is None else f"; {cause.ratio:.6g} times the reference"
     return f"{cause.what}{': ' if names else ''}{names} ({_list_ranks(cause.ranks)}{ratio})"
 
@@ -246,9 +245,8 @@ def _first(traced: Mapping[int, ModuleDifference | None], last: bool = False) ->
         rank: difference for rank, difference in by_rank.items() if difference.position == position
     }
     worst = max(at_position.values(), key=lambda difference: difference.error)
-    error = worst.error if math.isfinite(worst.error) else 1e308
     first = min(difference.micro_batch for difference in at_position.values())
-    return FirstDifference(worst.module, tuple(at_position), error, first, worst.called)
+    return FirstDifference(worst.module, tuple(at_position), finite(worst.error), first, worst.called)
 
 
 def _activation_causes(

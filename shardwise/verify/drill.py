@@ -30,7 +30,7 @@ from shardwise.config import Config
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
 from shardwise.files import Json
-from shardwise.locks import take_lock
+from shardwise.locks import lock_run_folder
 from shardwise.mesh import local_gpus
 from shardwise.observe import newest, read_metrics
 from shardwise.plan import fit
@@ -243,15 +243,7 @@ def _check_time_to_return(planned: Sequence[PlannedFault], config: Config, basel
 @contextmanager
 def _holding(folder: Path) -> Iterator[Path]:
     """Lock the folder of the drill, and remove what an earlier drill left in it."""
-    in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = take_lock(folder / ".lock", in_use)
-    except OSError as error:
-        raise UserError(
-            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}); give another run.folder"
-        ) from None
-    with held:
+    with lock_run_folder(folder):
         for name in ("undisturbed", "drilled"):
             _clear(folder / name)
         yield folder
