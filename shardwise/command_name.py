@@ -1,8 +1,8 @@
 """The name by which the user can call this command again.
 
-Messages that say what to run next must not end in "command not found". A program in an environment that is
-not active is not on the shell's path: `make quickstart` calls `.venv/bin/shardwise`, so the messages that it
-prints must use that path too.
+Messages say which command to run next, and that command must exist. A program in an environment that is not
+active is not on the shell's path: `make quickstart` calls `.venv/bin/shardwise`, so its messages must use
+that path too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Limits that the system sets for a process (`ulimit`), checked before workers start and named when reached.
 
-A limit that is too low causes errors in many places: an import that cannot map a library, a socket that
-cannot be opened, a thread that does not start. Such a traceback does not say what to do. These errors
-therefore become one line with the limit and the command that raises it. Soft limits, which every process may
-raise itself, are raised without a message.
+A limit that is too low causes errors in many places: an import cannot map a library, a socket cannot be
+opened, a thread does not start. Their tracebacks do not say what to do, so these errors become one line with
+the limit and the command that raises it. Soft limits, which every process may raise itself, are raised
+without a message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILES, FILES_OF_A_WORKER = 64, 8
 USUAL_FILES = 4096
 """Number of open files that the limit is raised to."""
 ADDRESS_SPACE = 1280 << 20
-"""Bytes that a worker maps before it has a model: the libraries of PyTorch and the stacks of threads."""
+"""Bytes that a worker maps before it builds a model: the libraries of PyTorch and the stacks of threads."""
 _STARTING = {"fork", "spawnv_passfds", "_execute_child", "_launch"}
 """Names of the Python functions that start a process."""
 

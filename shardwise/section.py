@@ -11,21 +11,20 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Limits are a hundred times beyond all that is trained today, and small enough that every sum and every
-# search ends.
+# The limits exceed what is trained today, and are small enough for every sum and every search to end.
 Positive = Annotated[int, Field(ge=1, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
 Degree = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class Section(BaseModel):
-    """A table of the job file: unknown keys are refused, values never change after reading."""
+    """A table of the job file. Unknown keys are refused, and values never change after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def without(self, keys: Iterable[str]) -> Self:
-        """Return a copy that lacks these keys: reading one of them raises an AttributeError. Tables with
-        wrong values are checked in this form."""
+        """Return a copy without these keys; reading one of them raises an AttributeError. Tables with wrong
+        values are checked in this form."""
         copy = self.model_copy()
         for key in keys:
             del copy.__dict__[key]
@@ -33,7 +32,7 @@ class Section(BaseModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether no key is lacking."""
+        """Whether all keys have a value."""
         return self.__dict__.keys() >= type(self).model_fields.keys()
 
     def changed_keys(self) -> list[str]:

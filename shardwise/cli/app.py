@@ -29,8 +29,8 @@ app = typer.Typer(
     help="Plan, prove and run distributed training of transformer models on PyTorch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it takes [model] for a style
-    context_settings={"max_content_width": shutil.get_terminal_size().columns},  # else lines end at 80
+    rich_markup_mode=None,  # rich would read [model] as a style
+    context_settings={"max_content_width": shutil.get_terminal_size().columns},  # the default is 80
 )
 
 
@@ -68,8 +68,7 @@ for name, group in (("checkpoint", checkpoint), ("data", data), ("config", confi
 
 
 def _describe_whole(commands: typer.Typer) -> None:
-    """Let the list of commands show each description whole, on lines as wide as the terminal. By default
-    typer cuts it with an ellipsis."""
+    """Let the list of commands show descriptions in full. By default typer shortens them."""
     for command in commands.registered_commands:
         command.short_help = inspect.getdoc(command.callback)
     for group in commands.registered_groups:

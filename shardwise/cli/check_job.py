@@ -1,5 +1,5 @@
-"""Checks of a job that are made before anything starts or is written, for the one list of its problems
-(config/read.py). They do not need torch.
+"""Checks of a job before anything starts or is written. config/read.py lists their problems together with its
+own. They do not need torch.
 
 Each check reads only those tables that are valid by themselves, so that a mistake in one table does not hide
 what is wrong elsewhere.
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shardwise.drivers.driver import WorkerCounts
 
 NEAR = 64
-"""How many smaller numbers of workers are all tried, where no layout is possible, before powers of two are
-tried."""
-ROOM = ("run.folder", "checkpoint.folder")
+"""Number of smaller numbers of workers that are tried if no layout is possible, before powers of two are."""
+FOLDERS = ("run.folder", "checkpoint.folder")
+"""Settings that name a folder to write to."""
 
 
 def checks_of_run(counts_of: Callable[[Config], WorkerCounts]) -> Sequence[Check]:
@@ -72,7 +72,7 @@ def _data(sections: Sections) -> Iterator[str]:
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
-        known = model.__dict__ if isinstance(model, Model) else {}  # without values that are wrong
+        known = model.__dict__ if isinstance(model, Model) else {}  # only the valid values
         yield from problems_of_data(data, known.get("vocabulary"), known.get("pretrained"))
         if has_to_be_prepared(data):
             yield from _unusable("data.cache", data.cache, ".shardwise/data")
@@ -137,7 +137,7 @@ def _resume(sections: Sections) -> Iterator[str]:
 
 def _folders(sections: Sections) -> Iterator[str]:
     """Yield the folders of the job that cannot be created."""
-    for setting in ROOM:
+    for setting in FOLDERS:
         table, _, key = setting.partition(".")
         if (folder := getattr(sections.get(table), key, None)) is not None:
             yield from _unusable(setting, folder, "runs/mine")
@@ -165,8 +165,8 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
 
 
 def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCounts]) -> Iterator[str]:
-    """Check that the layout is possible on this number of devices and fits in their memory; for a layout that
-    is searched for, that there is any."""
+    """Check that the layout is possible on this number of devices and fits in their memory. If the planner
+    chooses the layout, check that any is possible."""
     from shardwise.config import complete_config, layout_is_possible
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
@@ -177,7 +177,7 @@ def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCount
         return
     counts = counts_of(config)
     if not layout_is_possible(config.model, config.data, config.train, config.layout):
-        return  # `read` names what works instead; its number of devices would make no sense here
+        return  # `read` reports it, and the values that work
     named = config.cluster.preset is not None or config.cluster.file is not None
     plain = config.model.module is None and driver_of(config).lockstep
     if plain and left_to_the_planner(config, counts.most, cluster_is_named=named):

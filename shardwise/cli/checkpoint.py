@@ -1,8 +1,8 @@
 """`shardwise checkpoint list | check | diff | export | import`: work with the checkpoints of a run and with
 Hugging Face folders.
 
-Where one checkpoint is needed, a run folder or a folder of checkpoints stands for its newest checkpoint;
-`list` and `check` take all of them.
+A run folder or a folder of checkpoints means its newest checkpoint; for `list` and `check`, all of its
+checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
+from shardwise.cli.arguments import AsJson
+from shardwise.cli.doctor import need_torch
 from shardwise.errors import UserError
 from shardwise.plurals import counted
 
@@ -37,7 +39,6 @@ Checkpoint = Annotated[
     str, typer.Argument(help="A step-N folder, or a run folder for its newest; addresses such as s3://… too.")
 ]
 Many = Annotated[str, typer.Argument(help="A run folder, a folder of checkpoints, or one step-N folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @checkpoint.command("list")
@@ -57,7 +58,7 @@ def list_(folder: Many, json: AsJson = False) -> None:
         saved = (row["saved"] or "").replace("T", " ")
         state = row["problem"] or "whole"
         cells = (str(row["step"]), saved, _size(row["bytes"]), row["layout"], state, row["path"])
-        table.add_row(*map(Text, cells))  # as Text, because rich takes a str in brackets for a style
+        table.add_row(*map(Text, cells))  # Text, because rich reads brackets in a str as a style
     console = Console(highlight=False)
     console.print(table) if console.is_terminal else _print_plain(table)
 
@@ -192,14 +193,6 @@ def parse_size(text: str) -> int:
     if amount < 1:
         raise UserError(f"--shard-size {text}: not a size; write for example 500MB or 5GB")
     return int(amount)
-
-
-def need_torch() -> None:
-    """Raise an error unless a supported torch is installed."""
-    from shardwise.cli.doctor import torch_problem
-
-    if problem := torch_problem():
-        raise UserError(problem)
 
 
 def note_links(folder: Path) -> None:

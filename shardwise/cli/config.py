@@ -4,11 +4,11 @@ every value."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import typer
 
+from shardwise.cli.arguments import AsJson, JobFile, Overrides
 from shardwise.cli.job_command import JobCommand
 
 if TYPE_CHECKING:
@@ -30,12 +30,9 @@ def schema() -> None:
 
 @config.command(cls=JobCommand)
 def show(
-    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    job: JobFile,
+    overrides: Overrides = None,
+    json: AsJson = False,
 ) -> None:
     """Show every value of a job, and where it comes from: a default, the job file, an override, or what
     filled it in."""

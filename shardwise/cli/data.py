@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.arguments import AsJson
+
 data = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
 
 @data.callback()
 def _group() -> None:
     """Group the commands that prepare training data."""
-    # Without a callback, typer would make a single command the whole group.
+    # Without a callback, typer makes a single command the group itself, without its name.
 
 
 @data.command()
@@ -31,7 +33,7 @@ def prepare(
         ),
     ] = None,
     text_field: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Tokenise SOURCE into memory-mapped shards in FOLDER. An interrupted run continues where it stopped."""
     import json as json_module

@@ -15,11 +15,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from shardwise import __version__
+from shardwise.cli.arguments import AsJson
 from shardwise.command_name import command_name
 from shardwise.units import GIB
 
@@ -48,7 +49,7 @@ class Gpu:
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Show what this machine has and lacks for training, and the install command for what is missing. Status
     1 if it cannot train."""
@@ -105,6 +106,14 @@ def torch_problem() -> str | None:
     if not version or not TORCH_OLDEST <= (int(version[1]), int(version[2])) < TORCH_BELOW:
         return f"torch {installed} is not supported; shardwise needs {supported}. {_install_lines()}"
     return None
+
+
+def need_torch() -> None:
+    """Raise an error unless a supported torch is installed."""
+    from shardwise.errors import UserError
+
+    if problem := torch_problem():
+        raise UserError(problem)
 
 
 def _install_lines() -> str:
@@ -219,7 +228,7 @@ def _show(findings: list[Finding]) -> None:
         sign, style = signs[finding.state]
         grid.add_row(Text(sign, style=style), Text(finding.name, style="bold"), Text(finding.words))
     console.print(grid)
-    # One line however long the path to the interpreter is: the command in it is there to be copied.
+    # The line is not wrapped, so that the command in it can be copied.
     console.print(
         Text("\n" + verdict(findings), style="bold red" if _bad(findings) else "bold green"), soft_wrap=True
     )

@@ -12,6 +12,7 @@ from html import escape
 
 from shardwise.plan.schedule import Action
 from shardwise.plan.timeline import Span, Timeline, peak_in_flight
+from shardwise.plurals import counted
 
 COLUMNS = 120
 COLOURS = {"F": "#7fb2e5", "B": "#8fc98f", "I": "#b9dd8b", "W": "#f3c77a"}
@@ -23,19 +24,14 @@ WIDEST = 1600
 def summary(timeline: Timeline) -> str:
     """Return one line with the size of the schedule, its bubble, and the activations that a rank holds."""
     schedule = timeline.schedule
-    peak = _plural(max(peak_in_flight(schedule)), "activation")
+    peak = counted(max(peak_in_flight(schedule)), "activation")
     return f"{schedule.name}: {_size(timeline)}; bubble {timeline.bubble:.1%}, at most {peak} on a rank"
 
 
 def _size(timeline: Timeline) -> str:
     schedule = timeline.schedule
     counts = {"rank": schedule.ranks, "stage": schedule.stages, "micro-batch": schedule.micro_batches}
-    return ", ".join(_plural(count, word) for word, count in counts.items())
-
-
-def _plural(count: int, word: str) -> str:
-    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
-    return f"{count} {word if count == 1 else plural}"
+    return ", ".join(counted(count, word) for word, count in counts.items())
 
 
 def draw_text(timeline: Timeline, columns: int = COLUMNS) -> str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from shardwise.cli.arguments import AsJson, JobFile, OnDevice, Overrides
+from shardwise.cli.columns import aligned
 from shardwise.cli.machine import sharing, with_device
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.plurals import counted
@@ -19,11 +21,8 @@ if TYPE_CHECKING:
 
 
 def drill(
-    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
-    ] = None,
+    job: JobFile,
+    overrides: Overrides = None,
     faults: Annotated[
         str,
         typer.Option("--faults", help="Kinds, with commas between: kill, hang, corrupt, full, term, lose."),
@@ -36,14 +35,8 @@ def drill(
             "--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="cuda: compute on this machine's GPUs, shared where there are too few (run.device).",
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    device: OnDevice = None,
+    json: AsJson = False,
 ) -> None:
     """Train a job undisturbed, then again while faults are injected, and prove that nothing was lost."""
     try:
@@ -151,7 +144,7 @@ def _show(result: DrillResult) -> None:
     for line in result.comparison.sentences() if result.comparison else ():
         print(line)
     for event in result.unexpected:
-        print(f"among more faults than the drill did: {event}")
+        print(f"more faults than the drill injected: {event}")
     undisturbed, drilled = f"{result.baseline.training:.1f} s", f"{result.drilled_seconds:.1f} s"
     steps = f"the steps took {undisturbed} undisturbed, {drilled} with faults"
     print(f"goodput {result.goodput:.2f}: {steps}, from the beginning of the first to the end of the last")
@@ -175,15 +168,11 @@ def _verdict(result: DrillResult) -> str:
 
 
 def _table(result: DrillResult) -> list[str]:
-    """Return a table with one line per fault, in columns as wide as their content."""
+    """Return a table with one line per fault."""
     rows = [["fault", "step", "seconds to recover", "steps lost", "what happened"]]
     for fault in result.faults:
         seconds = f"{fault.seconds_to_recover:.1f}"
         rows.append([fault.kind, str(fault.step), seconds, str(fault.steps_lost), fault.happened])
     for missed in result.planned[len(result.faults) :]:
         rows.append([missed.kind, "-", "-", "-", "not survived, or not reached"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ] + [""]
+    return [*aligned(rows), ""]

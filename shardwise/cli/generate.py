@@ -64,7 +64,8 @@ def _load(model: str) -> LoadedModel:
     """
     from shardwise.checkpoint.folder import read_manifest, saved_model
     from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
-    from shardwise.cli.checkpoint import need_torch, newest, note_links
+    from shardwise.cli.checkpoint import newest, note_links
+    from shardwise.cli.doctor import need_torch
     from shardwise.config.pretrained_folder import CONFIG
     from shardwise.files import reading
 

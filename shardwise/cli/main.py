@@ -1,7 +1,7 @@
 """The entry point of every command.
 
-A user's mistake ends in one message on standard error and the error's exit status, never in a traceback. So
-does a system limit that is too low (limits.py).
+A user's mistake, or a system limit that is too low (limits.py), ends in one message on standard error and the
+error's exit status, never in a traceback.
 
 Importing this file takes a few milliseconds. The commands (app.py) are imported after signal handlers are
 installed, because a scheduler may stop a job in its first moment. The start of Python itself, which comes

@@ -1,9 +1,9 @@
 """`shardwise new NAME`: make a first folder from a template of the package.
 
-A template is a folder beside this file: a commented job, a README, and what they need. Each is a job that
-runs without changes, even on two CPU cores, so that the first change is made to something that works. In its
-text, `NAME` is replaced by the given name, and in commands, `JOB_FILE` and `RUN_FOLDER` are replaced by the
-paths of the job and of its run, quoted for a shell.
+A template is a folder beside this file: a commented job, a README, and what they need. Each job runs without
+changes, even on two CPU cores, so that users start from something that works. In its text, `NAME` is replaced
+by the given name, and in commands, `JOB_FILE` and `RUN_FOLDER` are replaced by the paths of the job and of
+its run, quoted for a shell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXT = "text.txt"
-"""File that all templates are trained on, except the one that has its own conversations."""
+"""Training data of all templates except `fine-tune`, which has conversations."""
 
 
 class Template(StrEnum):

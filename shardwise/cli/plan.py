@@ -1,5 +1,5 @@
-"""`shardwise plan JOB`: find the best layout for a job before anything runs, with the reason; for people, for
-programs, or as a page.
+"""`shardwise plan JOB`: find the best layout for a job before anything runs, and say why it is the best. The
+answer is text, JSON or an HTML page.
 
 It needs no torch if the job names its cluster. `--schedule` draws the pipeline schedule of the given layout:
 exactly the one that `shardwise train` would run.
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.arguments import AsJson, JobFile
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
+    job: JobFile,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -76,14 +78,14 @@ def plan(
         bool, typer.Option("--schedule", help="Draw the pipeline's schedule, with its bubble.")
     ] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write the drawing to this file as SVG.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Find the best layout for a job: what it costs, why it wins, and where the next best loses."""
     from shardwise.cli.check_job import float8_problems
     from shardwise.config import read
     from shardwise.search.search import check_countable
 
-    asked = _Asked(scale, fewest, maximise, flops, days)
+    questions = _Questions(scale, fewest, maximise, flops, days)
     numbers = {
         "--compute-budget": flops,
         "--days": days,
@@ -94,7 +96,7 @@ def plan(
         job,
         overrides or [],
         checks=[
-            lambda _: _problems_of_questions(asked, html, schedule),
+            lambda _: _problems_of_questions(questions, html, schedule),
             lambda _: _problems_of_numbers(numbers),
             lambda _: _unwritable({"--html": html, "--svg": svg}),
             _problems_of_cluster,
@@ -106,8 +108,8 @@ def plan(
         return
     check_countable(config)
     cluster = _cluster(config)
-    if asked.anything:
-        _print(*_goal(config, cluster, asked), json)
+    if questions.anything:
+        _print(*_goal(config, cluster, questions), json)
         return
     answer = _answer(config, cluster, str(job), everything, storage_speed, device_mtbf)
     if html is not None:
@@ -124,8 +126,8 @@ def plan(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The questions that were asked beside the best layout."""
+class _Questions:
+    """The options that ask for something other than the best layout."""
 
     scale: str | None
     fewest: bool
@@ -136,37 +138,37 @@ class _Asked:
     @property
     def anything(self) -> bool:
         """Whether any question was asked beside the best layout."""
-        return bool(self.questions) or self.flops is not None or self.days is not None
+        return bool(self.options) or self.flops is not None or self.days is not None
 
     @property
-    def questions(self) -> list[str]:
+    def options(self) -> list[str]:
         """Options that ask a question, except budgets."""
-        asked = {
+        given = {
             "--scale": self.scale is not None,
             "--fewest": self.fewest,
             "--maximise": self.maximise is not None,
         }
-        return [option for option, given in asked.items() if given]
+        return [option for option, is_given in given.items() if is_given]
 
 
-def _problems_of_questions(asked: _Asked, html: Path | None, schedule: bool) -> Iterator[str]:
+def _problems_of_questions(questions: _Questions, html: Path | None, schedule: bool) -> Iterator[str]:
     from shardwise.cli import plan_goals
 
-    if html is not None and (asked.anything or schedule):
+    if html is not None and (questions.anything or schedule):
         yield "--html: shows the best layout; leave the other questions out, or ask them without it"
-    yield from _problems_together(asked)
-    if asked.scale is not None:
-        yield from plan_goals.problems_of_counts(asked.scale)
-    if asked.maximise is not None and asked.maximise not in plan_goals.LARGEST:
-        yield f"--maximise {asked.maximise}: give {' or '.join(plan_goals.LARGEST)}"
+    yield from _problems_together(questions)
+    if questions.scale is not None:
+        yield from plan_goals.problems_of_counts(questions.scale)
+    if questions.maximise is not None and questions.maximise not in plan_goals.LARGEST:
+        yield f"--maximise {questions.maximise}: give {' or '.join(plan_goals.LARGEST)}"
 
 
-def _problems_together(asked: _Asked) -> Iterator[str]:
+def _problems_together(questions: _Questions) -> Iterator[str]:
     """Yield a problem if questions were asked that do not go together."""
-    questions, flops, days = asked.questions, asked.flops, asked.days
-    budget = flops is not None or (days is not None and not asked.fewest)
-    if len(questions) > 1 or (questions and budget):
-        yield f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone"
+    options, flops, days = questions.options, questions.flops, questions.days
+    budget = flops is not None or (days is not None and not questions.fewest)
+    if len(options) > 1 or (options and budget):
+        yield f"{' and '.join(options)}: one question at a time; --days goes with --fewest or alone"
     elif flops is not None and days is not None:
         yield "give --compute-budget or --days, not both"
 
@@ -187,17 +189,17 @@ def _problems_of_cluster(sections: Sections) -> Iterator[str]:
     yield from ()
 
 
-def _goal(config: Config, cluster: Cluster, asked: _Asked) -> Answer:
+def _goal(config: Config, cluster: Cluster, questions: _Questions) -> Answer:
     """Return the answer to the question that was asked beside the best layout."""
     from shardwise.cli import plan_goals
 
-    if asked.scale is not None:
-        return plan_goals.scale(config, cluster, asked.scale)
-    if asked.fewest:
-        return plan_goals.fewest(config, cluster, asked.days)
-    if asked.maximise is not None:
-        return plan_goals.maximise(config, cluster, asked.maximise)
-    return plan_goals.budget(config, cluster, asked.flops, asked.days)
+    if questions.scale is not None:
+        return plan_goals.scale(config, cluster, questions.scale)
+    if questions.fewest:
+        return plan_goals.fewest(config, cluster, questions.days)
+    if questions.maximise is not None:
+        return plan_goals.maximise(config, cluster, questions.maximise)
+    return plan_goals.budget(config, cluster, questions.flops, questions.days)
 
 
 def _print(answer: Json, shown: Sequence[RenderableType], json: bool) -> None:

@@ -4,7 +4,7 @@ colleague.
 The page consists of the JSON object of `shardwise plan --json` and a template, `plan_page.html`, that draws
 it. What is read (headline, config, reasons) is inserted as text here; what is drawn or filtered is inserted
 as data, and the script in the template draws it. Nothing is loaded from anywhere, and a content security
-policy in the page forbids it, so a page shows the same tomorrow as today.
+policy in the page forbids it, so a page always shows the same.
 
 A search may try a hundred thousand layouts for thousands of ranks, and a page that embeds them all opens
 slowly or not at all. So the size of the page is bounded. Candidates are stored as columns (a constant column

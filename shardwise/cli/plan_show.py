@@ -100,7 +100,7 @@ def advice_of(beyond: Answer) -> list[str]:
 
 
 def _on_compression(beyond: Answer) -> Iterator[str]:
-    """Yield which codec would make a step quicker, and whether the one in use does not."""
+    """Yield which codec would make a step quicker, and whether leaving out the current one would."""
     step, choices = beyond["step_seconds"], {choice["name"]: choice for choice in beyond["slow_links"]}
     if (codec := beyond["compression"]) is not None:
         quicker = step / choices[codec]["step_seconds"]

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.arguments import AsJson
 from shardwise.cli.signals import stopped_as_interrupted
+from shardwise.units import GIB
 
 if TYPE_CHECKING:
     from shardwise.cost.cluster import Cluster, Device, Link
@@ -35,7 +37,7 @@ def probe(
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds, from fewer sizes; collectives over all devices only.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Measure this machine (products, attention, memory, collectives) and write a cluster file that `plan`
     and `train` use."""
@@ -60,15 +62,14 @@ def probe(
 
 def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     """Measure the cluster, write it and return it; None if another process writes it."""
-    from shardwise.cli.doctor import torch_problem
+    from shardwise.cli.doctor import need_torch
     from shardwise.errors import UserError
     from shardwise.mesh import Node, Worker, launch_mode
     from shardwise.probe import measure_this_machine, worker_count
     from shardwise.probe.probe_budget import FULL, QUICK
     from shardwise.probe.probe_workers import busy_warning
 
-    if problem := torch_problem():
-        raise UserError(problem)
+    need_torch()
     launch, budgets = launch_mode(), QUICK if quick else FULL
     if isinstance(launch, Worker):
         if workers is not None:
@@ -163,7 +164,7 @@ def _tell_nothing(what: str, share: float) -> None:
 
 def _as_text(cluster: Cluster) -> list[str]:
     device = cluster.device
-    gib, whose = 2.0**30, "all workers together" if cluster.shared else "each"
+    whose = "all workers together" if cluster.shared else "each"
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
     rows = {
         "devices": f"{nodes}{cluster.devices_per_node} x {device.name}; figures are of {whose}",
@@ -174,9 +175,9 @@ def _as_text(cluster: Cluster) -> list[str]:
         "short sides": f"cost as much as the work at {device.matmul_knee:.0f}",
         "attention": f"{device.attention:.0%} of the peak, knee at {device.attention_knee:.0f} tokens",
         "memory moves": _reached(device.bandwidth, device.stream, "GB/s", 1e9),
-        "to the host": f"{device.host_bandwidth / 1e9:.1f} GB/s; it has {cluster.host_memory / gib:,.0f} GiB",
+        "to the host": f"{device.host_bandwidth / 1e9:.1f} GB/s; it has {cluster.host_memory / GIB:,.0f} GiB",
         "starting a kernel": f"{device.launch * 1e6:.1f} us",
-        "memory": f"{device.memory / gib:.1f} GiB, of which the runtime takes {device.overhead / gib:.2f}",
+        "memory": f"{device.memory / GIB:.1f} GiB, of which the runtime takes {device.overhead / GIB:.2f}",
     }
     margin = max(map(len, rows))
     lines = [f"{name:<{margin}}  {value}" for name, value in rows.items()]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
+from shardwise.cli.arguments import AsJson
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -44,7 +46,7 @@ def report(
     run: Annotated[
         Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/quickstart.")
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    json: AsJson = False,
     calibrate: Annotated[
         bool,
         typer.Option(

@@ -15,8 +15,8 @@ from shardwise.resilience.stopping import STOP_SIGNALS, handle_stop_signals
 def stopped_as_interrupted() -> Iterator[list[int]]:
     """Let every stop signal end the command as Ctrl-C does, so that the processes it started end with it.
 
-    The yielded list then contains the signal. From then on signals are ignored until the process ends: many
-    senders send more than one, and none may disturb the cleanup or change the exit status.
+    The yielded list then contains the signal. Further signals are ignored until the process ends, so that
+    they neither disturb the cleanup nor change the exit status.
     """
     received: list[int] = []
 
@@ -25,7 +25,7 @@ def stopped_as_interrupted() -> Iterator[list[int]]:
         handle_stop_signals(signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # others may not set signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield received
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}

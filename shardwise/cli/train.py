@@ -1,4 +1,4 @@
-"""`shardwise train JOB`: check everything that can be checked, then start the workers, or be one of them."""
+"""`shardwise train JOB`: check the job, then start its workers, or be one of another launcher's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.arguments import JobFile, Overrides
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.resilience.stopping import Stopped
 
@@ -25,17 +26,14 @@ if TYPE_CHECKING:
     from shardwise.search.planner import Planner
 
 MOST_WORKERS = 4096
-"""Largest number of workers on one machine. A larger number is a typing mistake, and would be started."""
+"""Largest number of workers on one machine. A larger number is probably a typing mistake."""
 Limits = tuple[int | None, int | None]
-"""Least and largest number of workers over all nodes, where they were given."""
+"""Smallest and largest number of workers over all nodes; None: not given."""
 
 
 def train(
-    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
-    ] = None,
+    job: JobFile,
+    overrides: Overrides = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -93,15 +91,13 @@ def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits)
 def _read_by_worker(job: Path, overrides: list[str]) -> Config:
     """Read the job in a worker, without checking the data: thousands of ranks would read it at the same
     time."""
-    from shardwise.cli.doctor import torch_problem
+    from shardwise.cli.doctor import need_torch
     from shardwise.config import read
-    from shardwise.errors import UserError
     from shardwise.limits import check_limits
 
     config = read(job, overrides)
     check_limits()
-    if problem := torch_problem():
-        raise UserError(problem)
+    need_torch()
     return config
 
 
@@ -109,21 +105,10 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
 def _holding(config: Config) -> Iterator[None]:
     """Create the folders of the run, and lock them against other runs."""
     from shardwise.checkpoint import hold
-    from shardwise.errors import UserError
-    from shardwise.locks import take_lock
+    from shardwise.locks import lock_run_folder
     from shardwise.train.resume import checkpoint_folder
 
-    folder = Path(config.run.folder)
-    in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
-    try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        held = take_lock(folder / ".lock", in_use)
-    except OSError as error:
-        raise UserError(
-            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example "
-            f"run.folder=runs/mine"
-        ) from None
-    with held, hold(checkpoint_folder(config)):
+    with lock_run_folder(Path(config.run.folder), "logs"), hold(checkpoint_folder(config)):
         yield
 
 
@@ -155,7 +140,7 @@ def _worker_counts(config: Config, node: Node | None, workers: int | None, limit
 
 
 def workers_here(config: Config, limits: Limits = (None, None), nodes: int = 1) -> int:
-    """Return how many workers this machine starts if nothing else was asked for."""
+    """Return how many workers this machine starts without --workers."""
     from shardwise.config import workers_without_gpus
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import local_gpus
@@ -340,7 +325,7 @@ def _parameters(config: Config) -> ModuleParameters | None:
 
 
 def _be_worker(config: Config, worker: Worker) -> int:
-    """Be one of the workers that another launcher started. That launcher handles what goes wrong."""
+    """Train as one of the workers that another launcher started. That launcher handles failures."""
     from shardwise.drivers.registry import driver_of
     from shardwise.errors import UserError
     from shardwise.resilience.stopping import CollectSignals, cut_short

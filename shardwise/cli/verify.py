@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from shardwise.cli.arguments import AsJson, JobFile, OnDevice, Overrides
+from shardwise.cli.columns import aligned
 from shardwise.cli.machine import with_device
 from shardwise.cli.signals import stopped_as_interrupted
-from shardwise.plurals import counted
+from shardwise.plurals import counted, listed
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -22,11 +24,8 @@ many."""
 
 
 def verify(
-    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
-    ] = None,
+    job: JobFile,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float64 proves; float32 and bfloat16 tell what rounding costs.")
@@ -45,14 +44,8 @@ def verify(
             help="Break drop-all-reduce, scale-gradient, swap-chunks or misroute-token; status 0: found.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="cuda: compute on this machine's GPUs, shared where there are too few (run.device).",
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    device: OnDevice = None,
+    json: AsJson = False,
 ) -> None:
     """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a
     few steps."""
@@ -113,7 +106,10 @@ def _show(result: ProofResult) -> None:
         print(f"shrunk: {key} from {before} to {after}")
     print("\n".join(_table(result)))
     if result.sabotaged:
-        broken = ", ".join(f"{key} {_short_list(value)}" for key, value in result.sabotaged.items())
+        broken = ", ".join(
+            f"{key} {listed(value) if isinstance(value, list) else value}"
+            for key, value in result.sabotaged.items()
+        )
         print(f"broken on purpose: {broken}")
     diagnosis = result.diagnosis.sentences() if result.diagnosis else []
     compressed = [verdict.sentence() for verdict in result.compressed]
@@ -155,13 +151,6 @@ def _on_gpus(result: ProofResult) -> str:
     return f" that share {gpus} (transfers through host memory)" if shared else f" on {gpus}"
 
 
-def _short_list(value: object) -> str:
-    """Return a value as text; of a list, the first three entries and how many more there are."""
-    if not isinstance(value, list):
-        return str(value)
-    return ", ".join(value[:3]) + (f" and {len(value) - 3} more" if len(value) > 3 else "")
-
-
 def _axes(result: ProofResult) -> dict[str, int]:
     from shardwise.config import AXES
 
@@ -170,7 +159,7 @@ def _axes(result: ProofResult) -> dict[str, int]:
 
 
 def _table(result: ProofResult) -> list[str]:
-    """Return a table of errors, the worst first, in columns as wide as their content."""
+    """Return a table of errors, the worst first."""
     errors = result.verdict.errors
     failing = sum(not error.passes for error in errors)
     shown = errors[: min(max(SHOWN, failing), 3 * SHOWN)]
@@ -178,12 +167,7 @@ def _table(result: ProofResult) -> list[str]:
     rows = [head, *(_row(error, result) for error in shown)]
     if result.proof.dtype == "float64":
         rows = [row[:6] + row[7:] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return [f"the worst {len(shown)} of {len(errors)} quantities", *lines, ""]
+    return [f"the worst {len(shown)} of {len(errors)} quantities", *aligned(rows), ""]
 
 
 def _row(error: QuantityError, result: ProofResult) -> list[str]:

@@ -17,11 +17,11 @@ from shardwise.config.layout_rules import (
     with_dividing_backward_shards,
 )
 from shardwise.config.layouts import (
+    fewest_devices,
     layout_is_possible,
     nearest_layout_settings,
     nearest_possible_layout,
     problems_of_layout,
-    smallest_data,
     workers_without_gpus,
 )
 from shardwise.config.machine import ClusterSection, Device, Recompute
@@ -70,6 +70,7 @@ __all__ = [
     "complete_config",
     "context_attention",
     "divisors",
+    "fewest_devices",
     "from_tables",
     "layout_is_possible",
     "least_zero",
@@ -80,7 +81,6 @@ __all__ = [
     "read",
     "read_with_origins",
     "sequence_multiple",
-    "smallest_data",
     "splits_backward",
     "stages_per_rank",
     "to_toml",

@@ -1,6 +1,6 @@
-"""Rules that join several fields or several tables: what pydantic cannot see one field at a time.
+"""Rules about several fields or several tables, which pydantic cannot check one field at a time.
 
-Each rule returns the problems it finds, in the user's words: the key, what was given, what would work.
+Each rule yields the problems that it finds: the key, the value that was given, and what would work.
 """
 
 from __future__ import annotations
@@ -316,4 +316,4 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _float8_on_the_wire,
     _float8_module,
 )
-"""Rules between fields and tables. They are small, so that one wrong value ends few of them (`run_check`)."""
+"""Rules between fields and tables. Each needs few values, because it ends at a wrong one (`run_check`)."""

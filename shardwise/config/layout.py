@@ -12,7 +12,7 @@ from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_
 from shardwise.section import Degree, Positive, Section
 
 MAX_DEVICES = 2**20
-"""Largest number of devices that can be planned for: a hundred times what anybody trains on."""
+"""Largest number of devices that can be planned for."""
 
 SPELLINGS = {
     "pp": "pipeline",
@@ -134,7 +134,7 @@ class Layout(Section):
     @property
     def world(self) -> int:
         """Total number of devices, once `data` is known."""
-        assert self.data > 0, "resolve the layout first"
+        assert self.data > 0, "the size of the data axis must be known"
         return self.fixed * self.data
 
     @property

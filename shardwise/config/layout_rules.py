@@ -83,7 +83,7 @@ def splits_evenly(parts: int, devices: Numbers) -> Numbers:
 
 
 def splits_or_repeats(parts: int, devices: Numbers) -> Numbers:
-    """Whether parts divide over devices, or devices over parts, each part then having a copy on several."""
+    """Whether parts divide evenly over devices, or each part has a copy on the same number of devices."""
     return (parts % devices == 0) | (devices % parts == 0)
 
 
@@ -119,7 +119,7 @@ TENSOR = (
 
 
 def cut_fits(stages: tuple[int, ...], model: Model, layout: AnyLayout) -> Numbers:
-    """Whether stages given by the user are as many as the pipeline has, and contain all blocks."""
+    """Whether the stages that the user gave match the pipeline's number of stages and contain all blocks."""
     return (layout.pipeline * stages_per_rank(layout) == len(stages)) & (sum(stages) == model.layers)
 
 

@@ -147,18 +147,6 @@ def fewest_devices(layout: Layout) -> int:
     return layout.fixed * (layout.expert // gcd(layout.expert, layout.context * layout.tensor))
 
 
-def smallest_data(layout: Layout, global_batch: int) -> int:
-    """Return the smallest data axis that a proof of this layout needs.
-
-    If the job leaves it open, it is what the experts need, or 2 if the layout has no other axis to prove and
-    the batch divides over 2 devices.
-    """
-    if layout.data > 0:
-        return layout.data
-    several = 2 if layout.fixed == 1 and global_batch % 2 == 0 else 1
-    return max(fewest_devices(layout) // layout.fixed, several)
-
-
 def workers_without_gpus(layout: Layout) -> int:
     """Return the number of workers that a machine without GPUs starts for a layout with an open data axis.
 

@@ -13,7 +13,7 @@ LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
 """Limits of Llama 3.1's rotary scaling: a frequency with fewer periods in the original length than the first
 is scaled fully, and one with more than the second not at all."""
 
-# The limits are a hundred times what is trained today, and small enough that every sum and search ends.
+# The limits exceed what is trained today, and are small enough for every sum and every search to end.
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Batch = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=4096)]

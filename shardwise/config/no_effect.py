@@ -41,8 +41,8 @@ def window_settings(model: Model) -> Iterator[str]:
 
 
 def expert_settings(model: Model) -> Iterator[str]:
-    """Refuse settings of experts in a model without experts."""
-    for name in () if model.experts else _EXPERT_SETTINGS:
+    """Refuse settings of experts; the model has no experts."""
+    for name in _EXPERT_SETTINGS:
         if value := getattr(model, name):
             yield (
                 f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
@@ -57,8 +57,8 @@ def float8_settings(train: Train) -> Iterator[str]:
 
 
 def compression_settings(layout: Layout) -> Iterator[str]:
-    """Refuse settings of compression without a codec."""
-    for name in SETTINGS if layout.compression is None else ():
+    """Refuse settings of compression; the layout has no codec."""
+    for name in SETTINGS:
         if not _is_default(layout, name):
             yield (
                 f"layout.{name} = {getattr(layout, name)!r}: has no effect without layout.compression; leave "

@@ -37,26 +37,24 @@ def _qwen(layers: int, hidden: int, heads: int, ffn: int, **more: object) -> Jso
 
 
 def _gpt(layers: int, hidden: int, heads: int, **more: object) -> Json:
-    shape = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": hidden // heads,
-    }
-    return {**_GPT, **shape, "ffn": 4 * hidden, **more}
+    return {**_GPT, **_shape(layers, hidden, heads, heads, 4 * hidden), **more}
 
 
 def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Json:
     """Return a small shape for the byte tokenizer: for laptops, tests and first steps."""
-    shape = {
+    shape = _shape(layers, hidden, heads, kv_heads, ffn)
+    return {**shape, "vocabulary": 257, "max_positions": 2048, "tied": False}
+
+
+def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Json:
+    return {
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": hidden // heads,
+        "ffn": ffn,
     }
-    return {**shape, "ffn": ffn, "vocabulary": 257, "max_positions": 2048, "tied": False}
 
 
 def _experts(shape: Json, experts: int, per_token: int, **more: object) -> Json:

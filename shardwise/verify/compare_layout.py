@@ -7,8 +7,8 @@ the last step, which is followed by an evaluation. A rank compares what it holds
 copy on every rank is checked, and no whole parameter is assembled except in the reference. The file of the
 reference is memory-mapped, so that the ranks of one machine share its pages.
 
-For each slice a rank reports four sums, from which errors and ratios follow for any union of slices: the
-squares of the difference, of the reference and of the rank's values, and the product of the last two.
+For each slice a rank reports four sums: the squares of the difference, of the reference and of the rank's
+values, and the products of the last two. Errors and ratios of any union of slices follow from these sums.
 """
 
 from __future__ import annotations
@@ -59,11 +59,8 @@ def build_proof(worker: Worker, proof: ProofJob) -> Training:
 
 
 def _uneven(shares: RowShares, least: int) -> RowShares:
-    """Return shares in which every second device has given one row to the device before it, where it has one
-    to give.
-
-    So the proof does not cover the even split alone.
-    """
+    """Return shares in which every second device gives one row to the device before it, if it has more than
+    `least` rows, so that the proof covers an uneven split too."""
     rows = list(shares.rows)
     for giver in range(1, len(rows), 2):
         if rows[giver] > least:
@@ -82,8 +79,8 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
         for name, parameter in _trained(training):
             if parameter.grad is None:
                 raise UserError(
-                    f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or "
-                    f"give it requires_grad=False, and it is not trained"
+                    f"{name} has no gradient on one device. Use it in forward, remove it, or give it "
+                    f"requires_grad=False"
                 )
             tensors[name, "gradient", step] = parameter.grad.detach().clone()
 
@@ -170,8 +167,8 @@ def _plain_reference(
 
 @dataclass(frozen=True)
 class _PlainRows:
-    """The rows of a proof as verify/plain_torch.py reads them. The rows that the proof generates are given to
-    it."""
+    """The rows of a proof: the job's own rows as verify/plain_torch.py reads them, and the generated rows as
+    ProofDataset makes them."""
 
     reader: Reader
     dataset: ProofDataset
@@ -180,7 +177,7 @@ class _PlainRows:
     def of(cls, training: Training) -> _PlainRows:
         """Return the rows for the training of a proof."""
         dataset = training.dataset
-        assert isinstance(dataset, ProofDataset), "a proof trains on rows of its own"
+        assert isinstance(dataset, ProofDataset), "build_proof gives the training a ProofDataset"
         texts = [Text(stream.tokens.folder) for stream in dataset.streams]
         return cls(Reader(training.config, texts, [stream.weight for stream in dataset.streams]), dataset)
 
@@ -204,8 +201,8 @@ def _with_made(read: PlainRows, given: Rows, made: Sequence[bool]) -> PlainRows:
     """Return the rows that plain torch read, with the generated ones taken from the given rows."""
     documents = np.zeros_like(given.inputs) if given.documents is None else given.documents
     inputs, targets, document_numbers = (
-        torch.where(torch.tensor(made)[:, None], torch.from_numpy(generated), own)
-        for own, generated in zip(read, (given.inputs, given.targets, documents), strict=True)
+        torch.where(torch.tensor(made)[:, None], torch.from_numpy(generated), from_job)
+        for from_job, generated in zip(read, (given.inputs, given.targets, documents), strict=True)
     )
     return inputs, targets, document_numbers
 
@@ -271,7 +268,7 @@ def watch(
     def watched(batch: Sequence[Batch], factor: Tensor) -> Tensor:
         begin(training.step + 1)
         loss = original(batch, factor)
-        # A step whose float8 scales were outgrown is done again.
+        # A step in which a tensor outgrew its float8 scale is repeated, so only its last attempt counts.
         if parallel.scales is None or not bool(parallel.scales.observe().outgrown):
             look(training.step + 1)
         return loss
@@ -298,8 +295,8 @@ def watch_loads(training: Training) -> dict[Key, Tensor]:
 
 
 def _idle_experts(loads: dict[Key, Tensor]) -> dict[str, list[int]]:
-    """Return, by path of each mixture of experts, the experts that no token chose in any step. A mixture
-    without such experts is left out."""
+    """Return the experts that no token chose in any step, by the path of their mixture. A mixture without
+    such experts is left out."""
     total: dict[str, Tensor] = {}
     for (path, _, _), load in loads.items():
         total[path] = total.get(path, torch.zeros_like(load)) + load

@@ -24,15 +24,15 @@ from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.config import Precision
 from shardwise.observe import read_metrics
 from shardwise.observe.records import Record
+from shardwise.plurals import listed
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.tensor_files import Contents
 
-TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
+TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2, "float8": 5e-2}
 """Largest relative difference of a loss that is allowed after the layout changed. A float32 job is not in
 this table, because drill.py runs it in float64 when the layout changes."""
 WEIGHT_FACTOR = 10.0
-SHOWN = 3
 
 Records = Sequence[Record]
 
@@ -88,14 +88,9 @@ class RunComparison:
             "steps whose data was never read": self.data_skipped,
             "steps that read something else": self.data_differs,
         }
-        lines = [f"{what}: {_shortened(which)}" for what, which in differences.items() if which]
+        lines = [f"{what}: {listed(which)}" for what, which in differences.items() if which]
         names = [f"{name} (relative {gap:.2g})" for name, gap in self.weights.items()]
-        return [*lines, *([f"tensors that differ at the end: {_shortened(names)}"] if names else [])]
-
-
-def _shortened(which: Sequence[object]) -> str:
-    rest = f" and {len(which) - SHOWN} more" if len(which) > SHOWN else ""
-    return ", ".join(map(str, which[:SHOWN])) + rest
+        return [*lines, *([f"tensors that differ at the end: {listed(names)}"] if names else [])]
 
 
 def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> RunComparison:

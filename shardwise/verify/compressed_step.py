@@ -1,15 +1,15 @@
 """Check the first step of a layout that compresses gradients or weights.
 
 With compression a layout does not compute what one device computes. So the layout is proven without
-compression first, and then one step is done with compression. Two things must hold for gradients. What every
-device received and what all devices keep for later must add up to the gradient of one device, so that nothing
-is lost. And devices that hold the same weights must receive the same bits. A codec without error feedback
-keeps nothing; for such a codec only the second point is checked.
+compression first, and then one step is done with compression. Two things must hold for gradients. First, what
+every device received and what all devices keep for later must add up to the gradient of one device, so that
+nothing is lost. Second, devices that hold the same weights must receive the same bits. A codec without error
+feedback keeps nothing, so only the second point is checked for it.
 
-For weights, all devices must compute with the same ones, in forward and in backward. A device that used its
-own shard without rounding, while others have it rounded, would compute with another model. The gradient does
-not show that, because rounded weights change it anyway. So the weights of every FSDP2 unit are read after
-they were gathered, before its forward and before its backward.
+With compressed weights, all devices must compute with the same weights, in forward and in backward. A device
+that used its own shard unrounded, while the others use it rounded, would compute with another model. The
+gradient does not show this, because rounded weights change it anyway. So the gathered weights of every FSDP2
+unit are read before its forward and before its backward.
 
 In both cases the relative error of the step's gradient is reported.
 """

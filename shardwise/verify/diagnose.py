@@ -8,13 +8,13 @@ gradients agree.
 
 2. Did the step read other sequences? Their checksums tell.
 
-3. Does the output of a module differ? Then that module, on those ranks, is the place to look; differences of
+3. Does the output of a module differ? Then the fault is in that module, on those ranks. Differences of
 gradients follow from it.
 
 4. Do all outputs agree, but not the gradient of one output? Then the backward of what comes after that module
-is wrong. In cases 3 and 4, the factor between the output and the reference may tell more. If it is the size
-of an axis, or one over it, a sum over that axis was taken twice or was left out. If it is one over the number
-of micro-batches, something was divided by that number. Where two axes have the same size, both are named.
+is wrong. In cases 3 and 4, the factor between the tensor and the reference may tell more. If it is the size
+of an axis, a sum over that axis was taken twice. If it is one over that size, or over the number of
+micro-batches, an average was taken where a sum was meant. Where two axes have the same size, both are named.
 
 5. Do all of those agree, but not the gradients of weights? Then the sums over axes are wrong, and the numbers
 tell which. A slice that is a multiple of the reference was scaled; if the factor is the size of an axis, or
@@ -37,6 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from shardwise.files import Json
+from shardwise.plurals import listed
 from shardwise.verify.rank_reports import (
     HELD_OUT,
     LOAD,
@@ -45,7 +46,7 @@ from shardwise.verify.rank_reports import (
     RankTrace,
     SliceComparison,
 )
-from shardwise.verify.verdict import EXACT, QuantityError, Verdict
+from shardwise.verify.verdict import EXACT, QuantityError, Verdict, finite
 
 SUMMED_AXES = ("tensor", "context", "data", "replica", "expert")
 """Axes over which activations or their gradients may be summed."""
@@ -139,9 +140,7 @@ def _where(first: FirstDifference) -> str:
 
 
 def _sentence(cause: Cause) -> str:
-    names = ", ".join(cause.parameters[:3]) + (
-        f" and {len(cause.parameters) - 3} more" if len(cause.parameters) > 3 else ""
-    )
+    names = listed(cause.parameters)
     ratio = "" if cause.ratio is None else f"; {cause.ratio:.6g} times the reference"
     return f"{cause.what}{': ' if names else ''}{names} ({_list_ranks(cause.ranks)}{ratio})"
 
@@ -187,8 +186,7 @@ def _failing_in(step: int, verdict: Verdict, quantity: str) -> list[QuantityErro
 
 
 def _update_cause(traces: Sequence[RankTrace], step: int) -> Cause | None:
-    """Return the cause where weights differ before a step: the update of the previous step. None if all
-    agree."""
+    """Return the update of the previous step as the cause if any weight differs before a step, else None."""
     changed = dict.fromkeys(name for trace in traces for name in trace.before)
     if not changed:
         return None
@@ -247,9 +245,8 @@ def _first(traced: Mapping[int, ModuleDifference | None], last: bool = False) ->
         rank: difference for rank, difference in by_rank.items() if difference.position == position
     }
     worst = max(at_position.values(), key=lambda difference: difference.error)
-    error = worst.error if math.isfinite(worst.error) else 1e308
     first = min(difference.micro_batch for difference in at_position.values())
-    return FirstDifference(worst.module, tuple(at_position), error, first, worst.called)
+    return FirstDifference(worst.module, tuple(at_position), finite(worst.error), first, worst.called)
 
 
 def _activation_causes(
@@ -380,7 +377,7 @@ class _GradientCopies:
     def __init__(self, error: QuantityError, reports: Sequence[RankReport]) -> None:
         key = (error.parameter, error.quantity, error.step)
         parts = [(report.rank, part) for report in reports for part in report.slices if part.key == key]
-        # Both copies of a tied weight may be on one rank: the worse comes last, and stays.
+        # One rank may hold both copies of a tied weight. The copy with the larger error replaces the other.
         self.slices: dict[int, SliceComparison] = dict(sorted(parts, key=lambda pair: pair[1].difference))
         self.coordinates = {report.rank: report.coordinates for report in reports}
         self.reductions: dict[str, int] = {}
@@ -441,7 +438,7 @@ def _exact_fault(
     ratio: float, reductions: Mapping[str, int], summed: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[str, str | None]:
     """Return what made a gradient an exact multiple of the reference, and over which axis if one fits."""
-    # This comes before the next question, because averages add up to the reference too.
+    # Averages are checked first, because they add up to the reference too.
     if averaged := _divided_by(ratio, reductions, sizes):
         return AVERAGED, " or ".join(averaged)
     if summed:

@@ -118,8 +118,8 @@ class DisturbedRun:
         }
 
     def run(self) -> tuple[str | None, float]:
-        """Run the job to its end. Return why it failed (None: it did not), and the seconds from the beginning
-        of the first step to the end of the last."""
+        """Run the job to its end. Return why it failed, or None if it did not, and the seconds from the
+        beginning of the first step to the end of the last."""
         began = ended = time.time()
         with self.commands:
             try:
@@ -193,8 +193,8 @@ class DisturbedRun:
         return f"the command ended with status {status[0]}:\n{self.commands.log_tail()}" if status else None
 
     def _resumed(self, events_before: int, world: int | None = None) -> tuple[Record, Record] | None:
-        """Return the newest event with which training began since then, and the record of the first step
-        after it; None if there is none yet."""
+        """Return the newest event with which training began, and the record of the first step after it; None
+        if there is none yet. The first `events_before` events are left out."""
         begun = [event for event in self._events()[events_before:] if event["event"] in BEGIN]
         if not begun or (world is not None and begun[-1]["world"] != world):
             return None
@@ -233,43 +233,45 @@ class DisturbedRun:
         return rank, workers[rank]
 
     def _recovered(
-        self, kind: Kind, step: int, at: float, rank: int | None, happened: str, before: int
+        self, kind: Kind, step: int, at: float, rank: int | None, happened: str, events_before: int
     ) -> SurvivedFault:
         """Wait for the first step after a fault, and return what the fault cost."""
-        begun, record = self._wait(lambda: self._resumed(before), "no step was done after it")
-        from_step, lost = self._cost(step, begun, before)
+        begun, record = self._wait(lambda: self._resumed(events_before), "no step was done after it")
+        from_step, lost = self._cost(step, begun, events_before)
         more = {"resumed_from": from_step, "world": begun["world"]}
         return SurvivedFault(
             kind, step, rank, record["time"] - at, lost, f"{happened}; on from step {from_step}", more
         )
 
-    def _cost(self, step: int, begun: Record, before: int) -> tuple[int, int]:
+    def _cost(self, step: int, begun: Record, events_before: int) -> tuple[int, int]:
         """Return the step that the run resumed from, and the number of steps that it lost.
 
         Both come from the recovery event where there is one, and from what was observed otherwise.
         """
-        recovery = self._event("recovery", before)
+        recovery = self._event("recovery", events_before)
         if recovery is None:
             return begun.get("step", 0), max(0, step - begun.get("step", 0))
         return recovery["step"], recovery["lost_steps"]
 
     def _kill(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
-        before, (rank, pid) = len(self._events()), self._victim(draw)
+        events_before, (rank, pid) = len(self._events()), self._victim(draw)
         kill(pid)
-        return self._recovered("kill", step, at, rank, f"rank {rank} killed", before)
+        return self._recovered("kill", step, at, rank, f"rank {rank} killed", events_before)
 
     def _hang(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
-        before, (rank, pid) = len(self._events()), self._victim(draw)
+        events_before, (rank, pid) = len(self._events()), self._victim(draw)
         hang(pid)
-        return self._recovered("hang", step, at, rank, f"rank {rank} frozen", before)
+        return self._recovered("hang", step, at, rank, f"rank {rank} frozen", events_before)
 
     def _corrupt(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
-        before, (rank, pid) = len(self._events()), self._victim(draw)
+        events_before, (rank, pid) = len(self._events()), self._victim(draw)
         damage = corrupt(str(self.folder / "checkpoints"), pid, draw, self._save_in_flight)
         name = f"{Path(damage.checkpoint).name}/{damage.file}"
         happened = f"a byte of {name} flipped, rank {rank} killed"
-        survived = self._recovered("corrupt", step, at, rank, happened, before)
-        used = [event.get("checkpoint") for event in self._events()[before:] if event["event"] in BEGIN]
+        survived = self._recovered("corrupt", step, at, rank, happened, events_before)
+        used = [
+            event.get("checkpoint") for event in self._events()[events_before:] if event["event"] in BEGIN
+        ]
         if damage.checkpoint in used:
             raise NotSurvived(f"it resumed from {damage.checkpoint}, which is damaged")
         damaged = step_of(damage.checkpoint)
@@ -285,54 +287,55 @@ class DisturbedRun:
         return every > 0 and step_of(saved[-1]) < step // every * every
 
     def _full(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
-        before, limit_of = len(self._events()), limits(str(self.folder / "checkpoints"))
+        events_before, limit_of = len(self._events()), limits(str(self.folder / "checkpoints"))
         candidates = {rank: pid for rank, pid in self.commands.workers().items() if rank in limit_of}
         if not candidates:
             raise NotSurvived("no worker but the first writes enough to fill its disk; use a larger model")
         rank = draw.choice(sorted(candidates))
         disk = FullDisk(candidates[rank], limit_of[rank])
         unnoticed = "no save failed, though the disk is full"
-        failed = self._wait(lambda: self._event("save_failed", before), unnoticed)
+        failed = self._wait(lambda: self._event("save_failed", events_before), unnoticed)
         disk.lift()
         unsaved = "no checkpoint was saved once there was room again"
-        saved = self._wait(lambda: self._event("save", before, after=failed["step"]), unsaved)
-        if self._event("fault", before):
+        saved = self._wait(lambda: self._event("save", events_before, after=failed["step"]), unsaved)
+        if self._event("fault", events_before):
             raise NotSurvived("a full disk ended a worker")
         seconds = datetime.fromisoformat(saved["time"]).timestamp() - at
         happened = f"rank {rank} could not save step {failed['step']}; step {saved['step']} is saved"
         more = {"save_failed": failed["step"], "saved": saved["step"]}
         return SurvivedFault("full", step, rank, seconds, 0, happened, more)
 
-    def _event(self, name: str, before: int, after: int = -1) -> Record | None:
-        """Return the last event of this name since then that belongs to a step later than `after`."""
+    def _event(self, name: str, events_before: int, after: int = -1) -> Record | None:
+        """Return the last event of this name and of a step later than `after`, or None. The first
+        `events_before` events are left out."""
         events = [
             event
-            for event in self._events()[before:]
+            for event in self._events()[events_before:]
             if event["event"] == name and (event.get("step") or 0) > after
         ]
         return events[-1] if events else None
 
     def _term(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
-        before = len(self._events())
+        events_before = len(self._events())
         self.commands.terminate()
         late = "it had not ended"
         self._wait(lambda: not self.commands.running(), late, ended_well=True, seconds=GRACE_SECONDS)
         took, statuses = time.time() - at, self.commands.statuses()
         if set(statuses) != {RESUME_ME}:
             raise NotSurvived(f"after SIGTERM the command ended with status {statuses}, not {RESUME_ME}")
-        stopped = self._event("stop", before)
+        stopped = self._event("stop", events_before)
         reached = stopped["step"] if stopped else step
         self.commands.start(self._hosts)
         happened = f"saved step {reached} and left with status {RESUME_ME} after {took:.1f} s; started again"
-        return self._recovered("term", reached, at, None, happened, before)
+        return self._recovered("term", reached, at, None, happened, events_before)
 
     def _lose(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
-        before, fewer = len(self._events()), self.workers - 1
+        events_before, fewer = len(self._events()), self.workers - 1
         gone = self.commands.lose_last()
         stuck = f"no step was done by the {fewer} workers left"
-        begun, record = self._wait(lambda: self._resumed(before, fewer), stuck)
-        self._expected += sum(event["event"] == "fault" for event in self._events()[before:]) - 1
-        (from_step, lost), middle = self._cost(step, begun, before), len(self._events())
+        begun, record = self._wait(lambda: self._resumed(events_before, fewer), stuck)
+        self._expected += sum(event["event"] == "fault" for event in self._events()[events_before:]) - 1
+        (from_step, lost), middle = self._cost(step, begun, events_before), len(self._events())
         self.progress.say(f"{fewer} workers go on from step {from_step}; the lost host comes back")
         self.commands.start_again()
         again, first = self._wait(lambda: self._resumed(middle, self.workers), "the host was not taken back")

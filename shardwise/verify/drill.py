@@ -1,10 +1,11 @@
 """The fire drill: train a job undisturbed, train it again while faults are injected, and compare the two
 runs.
 
-A system that survives faults in its own tests may still lose a step, read a batch twice, or resume from half
-a checkpoint in a user's job. So the drill runs that job. Both runs are real `shardwise train` commands in
-their own folders, and faults come from outside (verify/drill_faults.py). Afterwards the loss of every step,
-the data of every step and the final weights must equal those of the undisturbed run (verify/compare_runs.py).
+A system that survives faults in its own tests may still fail with a user's job: lose a step, read a batch
+twice, or resume from half a checkpoint. So the drill runs that job. Both runs are real `shardwise train`
+commands in their own folders, and faults come from outside (verify/drill_faults.py). Afterwards the loss of
+every step, the data of every step and the final weights must equal those of the undisturbed run
+(verify/compare_runs.py).
 
 The undisturbed run is also measured. The duration of a step places faults inside steps and makes it possible
 to notice a hang soon; the duration of a start tells when to give up. Each fault waits until a step was
@@ -17,6 +18,7 @@ over the time that they take with faults, each from the beginning of the first s
 from __future__ import annotations
 
 import math
+import resource
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +30,7 @@ from shardwise.config import Config
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
 from shardwise.files import Json
-from shardwise.locks import take_lock
+from shardwise.locks import lock_run_folder
 from shardwise.mesh import local_gpus
 from shardwise.observe import newest, read_metrics
 from shardwise.plan import fit
@@ -113,7 +115,7 @@ def drill(
     began = time.monotonic()
     config, changed = _prepared(config, kinds)
     _check(config, workers, kinds)
-    # The schedule is drawn once before anything runs, so that a mistake is reported at once.
+    # This schedule is not used. It is drawn so that impossible settings are refused before anything runs.
     schedule(kinds, count, seed, config.train.steps, config.checkpoint.every)
     for key, value in changed.items():
         progress.say(f"the drill sets {key} = {value}")
@@ -200,13 +202,10 @@ def _check(config: Config, workers: int, kinds: Sequence[Kind]) -> None:
             "more"
         )
     if "lose" in kinds and fit(config, workers - 1, workers - 1) is None:
-        batch = f"train.global_batch = {config.train.global_batch}"
         raise UserError(
-            f"lose: no layout of this job works on {workers - 1} workers; choose {batch} so that it divides "
-            f"by both"
+            f"lose: no layout of this job works on {workers - 1} workers; "
+            f"a train.global_batch that is a multiple of {workers} and of {workers - 1} usually allows one"
         )
-    import resource
-
     if "full" in kinds and not hasattr(resource, "prlimit"):
         raise UserError("full: needs Linux, where one process can limit what another may write")
 
@@ -244,15 +243,7 @@ def _check_time_to_return(planned: Sequence[PlannedFault], config: Config, basel
 @contextmanager
 def _holding(folder: Path) -> Iterator[Path]:
     """Lock the folder of the drill, and remove what an earlier drill left in it."""
-    in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = take_lock(folder / ".lock", in_use)
-    except OSError as error:
-        raise UserError(
-            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}); give another run.folder"
-        ) from None
-    with held:
+    with lock_run_folder(folder):
         for name in ("undisturbed", "drilled"):
             _clear(folder / name)
         yield folder

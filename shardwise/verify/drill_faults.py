@@ -1,8 +1,8 @@
 """The faults of a fire drill: which there are, when they come, and how they are injected from outside.
 
 The run takes no part in this. Workers are stopped and killed by their process ids, bytes are flipped on the
-disk, and a process is forbidden to write large files. A run that survives this survives a real machine, as
-far as one machine can stand for several.
+disk, and a process is forbidden to write large files. Faults of real machines have the same effects, except
+those that need several machines.
 
     kill     SIGKILL to a worker, as the kernel does when memory runs out: another must take its place
     hang     SIGSTOP to a worker, which is then alive but does no step: it must be noticed and replaced
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -37,9 +38,9 @@ from shardwise.errors import UserError
 Kind = Literal["kill", "hang", "corrupt", "full", "term", "lose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SPACING = 3
-"""Least number of steps from one fault to the next."""
+"""Smallest number of steps from one fault to the next."""
 FIRST = 2
-"""The first step after which a fault may come."""
+"""First step after which a fault may be injected."""
 SETTLE_SECONDS = 0.2
 """Seconds without a newer checkpoint, while a worker is stopped, after which no newer one is expected."""
 QUIET_SECONDS = 10.0
@@ -154,20 +155,16 @@ def flip(file: Path, offset: int, bits: int) -> None:
 
 
 class FullDisk:
-    """Makes the disk look full to one worker, by limiting the size of the files it may write, so that its
+    """Makes the disk look full to one worker: limits the size of the files that it may write, so that its
     part of the next checkpoint is too large. Works on Linux only."""
 
     def __init__(self, pid: int, limit: int) -> None:
-        import resource
-
         self._pid = pid
         self._before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, self._before[1]))
 
     def lift(self) -> None:
-        """Let the worker write files of any size again."""
-        import resource
-
+        """Restore the limit that the worker had before."""
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, self._before)
 
 

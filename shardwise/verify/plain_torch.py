@@ -1,12 +1,11 @@
-"""Training written a second time, in plain torch and from the papers, for `shardwise verify JOB --against
-plain`.
+"""Train with an independent implementation in plain torch, for `shardwise verify JOB --against plain`.
 
 A layout that agrees with our own code on one device may share its mistakes: swapped betas, a rotation in the
-wrong direction, a divisor that counts ignored targets. So nothing here is taken from our model, loss, update,
-schedule or data code, and each part is written in another way: a rotation is a complex product, attention has
-its whole matrix of scores, every expert computes every token, all logits are materialised, gradients come
-from autograd, and the optimizer is that of torch or of its paper (`Optimizer.reference`). It is slow, and
-computes in float64 only.
+wrong direction, a divisor that counts ignored targets. So this file follows the papers, uses none of our
+model, loss, update, schedule or data code, and computes each part in another way: a rotation is a complex
+product, attention has its whole matrix of scores, every expert computes every token, all logits are
+materialised, gradients come from autograd, and the optimizer is that of torch or of its paper
+(`Optimizer.reference`). It is slow, and computes in float64 only.
 
 The settings of the job, the initial weights and the prepared data are given, so neither the initialisation of
 weights nor tokenising is proven. The rows that a proof generates are given too. What the papers leave open is
@@ -385,7 +384,7 @@ class Forward:
             [model.rope_theta ** (-pair / half) for pair in range(half)], dtype=torch.float64
         )
         if model.rope_scale != 1:  # Llama 3.1
-            # How many waves fit into the length of the first training.
+            # Number of periods of each frequency in the sequence length of the first training.
             waves = model.rope_original / (2 * math.pi / frequencies)
             smooth = (waves - 1) / (4 - 1)
             blended = (1 - smooth) * frequencies / model.rope_scale + smooth * frequencies
@@ -471,7 +470,7 @@ def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer
         {"params": rest, "weight_decay": 0.0},
     ]
     optimizer = config.optimizer.reference(groups)
-    assert optimizer is not None, "check_known has asked"
+    assert optimizer is not None, "check_known refuses optimizers without a reference"
     return optimizer
 
 

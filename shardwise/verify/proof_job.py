@@ -7,8 +7,8 @@ and a wrong update would not be seen. Blocks are not compiled, and everything ru
 are requested (`run.device`), blocks are compiled if the job says so; the reference is still one CPU process.
 
 Three things are added. Every other row of data is generated to reach cases that the job's text may never
-reach (verify/proof_rows.py). The loss is cut into a few chunks of tokens, as in large jobs, but not on one
-device. And the evaluation reads one row more than a global batch.
+reach (verify/proof_rows.py). The loss of the layout is cut into a few chunks of tokens, as in large jobs, and
+that of one device is not. The evaluation reads one row more than a global batch.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.config import Config, Layout, smallest_data, with_dividing_backward_shards
+from shardwise.config import Config, Layout, with_dividing_backward_shards
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.files import Json
 from shardwise.plan import ModelSpec, Plan, choose
-from shardwise.verify.shrink import Changes, shrink
+from shardwise.verify.shrink import Changes, shrink, with_smallest_data
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 """Distance between 1 and the next larger number of each dtype."""
 ALLOWANCE = 8.0
-"""In a dtype shorter than float64, the largest error of a layout as a multiple of one device's rounding
-error."""
+"""Largest error of a layout in a dtype shorter than float64, as a multiple of one device's rounding error."""
+Against = Literal["one-device", "plain"]
+"""What a layout is compared with: this code on one device, or verify/plain_torch.py."""
+Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
+"""Kinds of faults that verify/sabotage.py can inject."""
+SCALE = 1.01
+"""Factor by which scale-gradient multiplies a gradient."""
 CHUNKS = 3
 """Number of chunks of the loss for a micro-batch of more than a few tokens; the last chunk is shorter."""
-
-
 _WEIGHTS = ("weight_compression",)
 """Settings of the layout that belong to the compression of weights."""
 
@@ -110,10 +113,8 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, C
     # Weights are initialised at random: a proof is about the computation, not about trained values.
     model = config.model.model_copy(update={"pretrained": None})
     small, shrunk = shrink(config.model_copy(update={"model": model}))
-    data = smallest_data(small.layout, small.train.global_batch)
-    layout = with_dividing_backward_shards(small.layout, data).model_copy(
-        update={"data": data, "offload": False}
-    )
+    layout = with_smallest_data(small)
+    layout = with_dividing_backward_shards(layout, layout.data).model_copy(update={"offload": False})
     layout, compressed = _split_compression(layout)
     run = small.run.model_copy(update={"device": "cuda" if small.run.device == "cuda" else "cpu"})
     small = small.model_copy(
@@ -160,17 +161,6 @@ def _train(config: Config, steps: int, dtype: Dtype) -> Json:
         "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/compare_layout.py)
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
-
-
-Against = Literal["one-device", "plain"]
-"""What a layout is compared with: this code on one device, or verify/plain_torch.py."""
-
-Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
-"""Kinds of faults that verify/sabotage.py can inject."""
-
-
-SCALE = 1.01
-"""Factor by which scale-gradient multiplies a gradient."""
 
 
 def check_sabotage(kind: Sabotage, proof: ProofJob) -> None:

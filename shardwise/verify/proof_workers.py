@@ -6,7 +6,7 @@ proof need not import torch at all. Workers stay for the few tasks of a proof. A
 `task(worker, *arguments)`, given as "module:function" so that it need not be imported here. The workers of a
 task connect to each other at a new port, and their results are returned in rank order.
 
-However many workers there are, each computes with one thread: sixteen workers on two cores take turns.
+Each worker computes with one thread, whatever their number: sixteen workers on two cores take turns.
 
 The first failure ends all workers, because the others would wait for the failed one in a collective. The
 cause is raised here, and no process outlives the `with` block.
@@ -133,8 +133,7 @@ class Workers:
         return RunFailed(f"rank {first.rank} of {self.count} failed:\n{first.trace}")
 
     def _no_answer(self, ranks: list[int]) -> str:
-        """Return a message for the case that no worker failed and none answers. It shows where the first of
-        them stands."""
+        """Return a message about workers that do not answer, with the stack of the first of them."""
         log, deadline = self._started[ranks[0]].log, time.monotonic() + STACK_SECONDS
         while not (stack := log.read_text(errors="replace")[-3000:]) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,10 +1,10 @@
 """Random text to prove a job on, where the job's own data cannot be used.
 
-A proof compares two computations on the same batches. What the batches say does not matter. It matters that
-many ids occur, that documents end inside sequences, and for a job that learns answers, that other tokens have
-no loss. So random bytes are used for a job whose data is on another machine, whose tokenizer has more ids
-than the shrunk vocabulary, or whose text would take minutes to tokenise: 96 KiB of short documents, the same
-every time, under the byte tokenizer.
+A proof compares two computations on the same batches, and their meaning does not matter. What matters is that
+many ids occur, that documents end inside sequences, and that some tokens have no loss if the job learns
+answers. So random text is used for a job whose data is on another machine, whose tokenizer has more ids than
+the shrunk vocabulary, or whose text would take minutes to tokenise. It consists of short documents of about
+100,000 characters together, is the same every time, and is read with the byte tokenizer.
 """
 
 from __future__ import annotations

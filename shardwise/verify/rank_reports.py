@@ -50,8 +50,8 @@ class RankReport:
     """For each parameter, the names and sizes of the axes over which its gradient is summed."""
     sabotaged: Json | None = None
     frozen: dict[str, bool] = field(default_factory=dict)
-    """For each parameter that is not trained, whether this rank's slice equals to the bit what one device
-    began and ended with."""
+    """For each parameter that is not trained, whether this rank's slice equals that of one device to the
+    bit."""
     data: list[str] = field(default_factory=list)
     """For each step, the checksum of the sequences that all ranks read."""
 

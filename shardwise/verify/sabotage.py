@@ -1,4 +1,4 @@
-"""Break one thing on purpose, on one rank: a proof that cannot fail proves nothing.
+"""Inject one fault on one rank on purpose, to show that the proof can fail.
 
 | kind            | what happens on one rank                                               | what it needs   |
 | --------------- | ---------------------------------------------------------------------- | --------------- |
@@ -10,8 +10,8 @@
 | misroute-token  | in one layer, the first token of a micro-batch goes to an expert       | experts         |
 |                 | that it did not choose                                                 |                 |
 
-A rank that skipped a collective would leave its peers waiting. So it takes part and then ignores the result,
-which has the same effect as a collective on the wrong group or stream. Which sum is left out depends on the
+A rank that skipped a collective would leave its peers waiting. So the rank takes part and ignores the result,
+which has the same effect as a collective on a wrong group or stream. Which sum is left out depends on the
 layout: the sum over data and context devices in FSDP2 or DDP; else the sum of the gradients of weights that
 are whole on every tensor device; else the sum over the pipeline's stages, which only the gradient norm uses.
 """
@@ -119,11 +119,11 @@ class _LocalSummand(CountedReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        *more: Any,
+        **named: Any,
     ) -> dist.Work | None:
         size, summand = output_tensor.numel(), input_tensor.clone().flatten()
-        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        work = super().__call__(output_tensor, input_tensor, group, *more, **named)
         if work is not None:
             work.wait()
         output_tensor.copy_(summand.narrow(0, dist.get_rank(group) * size, size).view_as(output_tensor))

@@ -1,13 +1,13 @@
 """Shrink a job that is too large for this machine, without changing what can go wrong in its layout.
 
 Mistakes of a layout are in its structure: which device holds what, what is summed over which devices, what is
-split unevenly. None of them needs 80 layers or 8192 features to show; all of them need the axis, the grouped
-heads, the short last slice. So the proof of a large job is the proof of the smallest job that has the same
-*properties*: yes-or-no statements such as "there are fewer kv heads than tensor devices" or "the vocabulary
-does not divide by their number". For each group of numbers (degrees with heads and experts, depth, batch,
-widths, vocabulary), the smallest numbers with all properties of the original are searched. Where no small
-numbers have all properties, those listed last are given up. Settings that are no numbers (norms, router,
-schedule, zero, recomputation, ...) stay as they are.
+split unevenly. They do not depend on 80 layers or 8192 features, but on the axes, the grouped heads and the
+short last slice. So a large job is proven on the smallest job that has the same *properties*: yes-or-no
+statements such as "there are fewer kv heads than tensor devices" or "the vocabulary does not divide by their
+number". For each group of numbers (degrees with heads and experts, depth, batch, widths, vocabulary), a
+search finds the smallest numbers with all properties of the original. If no small numbers have all of them,
+the properties listed last are given up. Settings that are not numbers (norms, router, schedule,
+recomputation, ...) and `zero` stay as they are.
 
 Example: llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv
 heads, becomes 4 layers of 32 features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2. That takes
@@ -31,9 +31,9 @@ from shardwise.config import (
     can_borrow,
     context_attention,
     divisors,
+    fewest_devices,
     from_tables,
     sequence_multiple,
-    smallest_data,
     stages_per_rank,
 )
 from shardwise.config.layout_rules import heads_divide_over_context, splits_evenly, splits_or_repeats
@@ -80,7 +80,7 @@ def shrink(
         small = _smallest(config, most_devices)
     if not can_use_own_data(config.data, only_bytes=large):
         if small.model.vocabulary < BYTE_IDS:
-            layout = _with_data(small)
+            layout = with_smallest_data(small)
             small = _changed(small, "model", {"vocabulary": _vocabulary(small.model, layout, layout)})
         data = with_random_text(small.data, folder or Path(config.data.cache))
         small = _changed(small, "data", data.model_dump())
@@ -106,7 +106,7 @@ def changes(before: Config, after: Config) -> Changes:
 
 
 def _smallest(config: Config, most_devices: int) -> Config:
-    layout = _with_data(config)
+    layout = with_smallest_data(config)
     if layout.context > 1:  # the meaning of `auto` must not change with the number of heads
         layout = layout.model_copy(update={"attention": context_attention(config.model, layout)})
     model, small_layout = _degrees(config.model, layout, most_devices)
@@ -157,10 +157,18 @@ def _missed(properties: Properties, wanted: Properties) -> Properties:
 # -- degrees, heads and experts, which must fit each other ---------------------------------------------------
 
 
-def _with_data(config: Config) -> Layout:
-    """Return the layout with a definite data axis."""
-    data = smallest_data(config.layout, config.train.global_batch)
-    return config.layout.model_copy(update={"data": data})
+def with_smallest_data(config: Config) -> Layout:
+    """Return the layout with a definite data axis.
+
+    `data = -1` means all remaining devices. Here it becomes as few as the experts need, or two if there is no
+    other axis to prove and the global batch is even.
+    """
+    layout = config.layout
+    if layout.data > 0:
+        return layout
+    needed = fewest_devices(layout) // layout.fixed
+    several = 2 if layout.fixed == 1 and config.train.global_batch % 2 == 0 else 1
+    return layout.model_copy(update={"data": max(needed, several)})
 
 
 def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, Layout]:

@@ -9,16 +9,16 @@ shapes, by rules that hold for every layout:
   tokens are flattened into one dim, as for a router, that dim is split into sequences and tokens first.
 - dim 1 (dim 2 in the attention itself) holds the tokens of a sequence: the rank's positions under `context`.
   If the output is shorter still, by the size of `tensor`, it is the rank's part of these positions.
-- Any other dim that is shorter was split over `tensor`, into as many parts as it is shorter by. Fewer parts
-  than devices means that several devices hold the same part (shared key heads).
+- Any other dim that is shorter was split over `tensor`. The ratio of the lengths is the number of parts. If
+  there are fewer parts than devices, several devices hold the same part (shared key heads).
 
 An output that does not fit these rules (rows sorted by expert, the loss, tables of positions) is not
 compared. A gradient is compared only where `tensor` splits the output in some way: devices with the same
 output correctly hold only a part of its gradient each.
 
 Modules are compared in the order in which one device finishes them, so inner modules come before the modules
-that contain them. The first module that differs is the innermost and earliest place where the fault can be
-seen.
+that contain them. The first module that differs is therefore the innermost and earliest one that shows the
+fault.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Start the `shardwise train` commands of a drill as real processes, and end every one of them afterwards.
+"""Start the `shardwise train` commands of a drill as real processes, and end all of them afterwards.
 
-The commands are started as a user or a scheduler would start them. One command stands for one host. Several
+The commands are started as a user or a scheduler would start them. Each command acts as one host. Several
 commands on this machine find each other like the nodes of a cluster, through the environment variables that
 Kubernetes operators set for torchrun. Each command runs in a session of its own, so that Ctrl-C reaches only
 the drill, which then ends the commands.

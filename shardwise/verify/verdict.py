@@ -216,8 +216,7 @@ def _with_limit(error: QuantityError, cost: float | None, dtype: Dtype) -> Quant
 
 
 def _severity(error: QuantityError) -> float:
-    severity = error.relative_error / error.limit
-    return math.inf if math.isnan(severity) else severity
+    return _or_infinite(error.relative_error / error.limit)
 
 
 def _worst_step(errors: Iterable[QuantityError]) -> list[QuantityError]:

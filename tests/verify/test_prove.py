@@ -65,6 +65,12 @@ def test_a_layout_is_on_gpus_where_that_is_asked_for_and_the_truth_never_is(
     assert (one_device["float64"].run.device, one_device["float64"].train.compile) == ("cpu", False)
 
 
+@pytest.mark.parametrize(("batch", "data"), [(4, 2), (3, 1)])
+def test_an_open_data_axis_is_as_small_as_the_batch_allows(corpus: str, batch: int, data: int) -> None:
+    proof, _ = prepare_proof(job(corpus, {}, global_batch=batch, micro_batch=1), 1, "float64")
+    assert proof.config.layout.data == data
+
+
 def test_halves_of_backwards_that_follow_one_another_are_summed_in_float32(corpus: str) -> None:
     """At the end of a V the weights' halves of several micro-batches come in a row, without a backward
     between."""
