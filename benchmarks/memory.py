@@ -24,6 +24,7 @@ import gc
 import json
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +120,15 @@ def measure(worker: Worker, folder: Path, zero: int) -> dict[str, float]:
     }
 
 
+def _settled(live: LiveBytes) -> int:
+    """Return the bytes alive once the threads of finished collectives have freed their buffers."""
+    totals = []
+    for _ in range(10):
+        time.sleep(0.05)
+        totals.append(live.total())
+    return min(totals)
+
+
 @contextmanager
 def _watched(training: Training, live: LiveBytes, held: list[int]) -> Iterator[None]:
     """Take stock as each step's last micro-batch begins, and watch until it ends."""
@@ -129,7 +139,7 @@ def _watched(training: Training, live: LiveBytes, held: list[int]) -> Iterator[N
     def micro_batch(last: bool) -> Iterator[None]:
         if last:
             gc.collect()  # what only waits for the collector is not state
-            held.append(live.total())
+            held.append(_settled(live))
             live.watching = True
         with original(last):
             yield
