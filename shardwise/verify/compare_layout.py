@@ -313,8 +313,9 @@ def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[s
     sums = [(mesh.label(axis), mesh.size(axis)) for axis in _copy_axes(expert, bool(mesh.layout.zero))]
     if not expert and "tensor" not in sharded_axes(parameter):
         sums.append(("tensor", mesh.size("tensor")))
-    if name in parallel.table.tied.values():
-        sums.append(("pipeline", mesh.size("pipeline")))
+    if name in parallel.table.tied.values() and parallel.pipeline is not None:
+        ranks = parallel.pipeline.schedule.rank_of_stage
+        sums.append(("pipeline", len({ranks[0], ranks[-1]})))  # copies are on the first and last stage
     return {axis: size for axis, size in sums if size > 1}
 
 
