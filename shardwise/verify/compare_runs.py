@@ -28,7 +28,7 @@ from shardwise.observe.records import Record
 if TYPE_CHECKING:
     from shardwise.checkpoint.tensor_files import Contents
 
-TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
+TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2, "float8": 5e-2}
 """Largest relative difference of a loss that is allowed after the layout changed. A float32 job is not in
 this table, because drill.py runs it in float64 when the layout changes."""
 WEIGHT_FACTOR = 10.0

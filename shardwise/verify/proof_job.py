@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.config import Config, Layout, fewest_devices, with_dividing_backward_shards
+from shardwise.config import Config, Layout, with_dividing_backward_shards
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.files import Json
 from shardwise.plan import ModelSpec, Plan, choose
-from shardwise.verify.shrink import Changes, shrink
+from shardwise.verify.shrink import Changes, shrink, with_smallest_data
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -110,10 +110,8 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, C
     # Weights are initialised at random: a proof is about the computation, not about trained values.
     model = config.model.model_copy(update={"pretrained": None})
     small, shrunk = shrink(config.model_copy(update={"model": model}))
-    data = smallest_data(small.layout)
-    layout = with_dividing_backward_shards(small.layout, data).model_copy(
-        update={"data": data, "offload": False}
-    )
+    layout = with_smallest_data(small)
+    layout = with_dividing_backward_shards(layout, layout.data).model_copy(update={"offload": False})
     layout, compressed = _split_compression(layout)
     run = small.run.model_copy(update={"device": "cuda" if small.run.device == "cuda" else "cpu"})
     small = small.model_copy(
@@ -142,16 +140,6 @@ def _split_compression(layout: Layout) -> tuple[Layout, tuple[Layout, ...]]:
         if getattr(compressing, name) not in (None, AUTO)
     )
     return exact, compressed
-
-
-def smallest_data(layout: Layout) -> int:
-    """Return the size of the data axis.
-
-    Where the job leaves it open, it is what the experts need, or 2 if the layout has no other axis to prove.
-    """
-    if layout.data > 0:
-        return layout.data
-    return max(fewest_devices(layout) // layout.fixed, 2 if layout.fixed == 1 else 1)
 
 
 def _train(config: Config, steps: int, dtype: Dtype) -> Json:

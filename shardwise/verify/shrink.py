@@ -17,7 +17,6 @@ overflows, a kernel that fails at its largest size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
@@ -32,6 +31,7 @@ from shardwise.config import (
     can_borrow,
     context_attention,
     divisors,
+    fewest_devices,
     from_tables,
     sequence_multiple,
     stages_per_rank,
@@ -80,7 +80,7 @@ def shrink(
         small = _smallest(config, most_devices)
     if not can_use_own_data(config.data, only_bytes=large):
         if small.model.vocabulary < BYTE_IDS:
-            layout = _with_data(small)
+            layout = with_smallest_data(small)
             small = _changed(small, "model", {"vocabulary": _vocabulary(small.model, layout, layout)})
         data = with_random_text(small.data, folder or Path(config.data.cache))
         small = _changed(small, "data", data.model_dump())
@@ -106,7 +106,7 @@ def changes(before: Config, after: Config) -> Changes:
 
 
 def _smallest(config: Config, most_devices: int) -> Config:
-    layout = _with_data(config)
+    layout = with_smallest_data(config)
     if layout.context > 1:  # the meaning of `auto` must not change with the number of heads
         layout = layout.model_copy(update={"attention": context_attention(config.model, layout)})
     model, small_layout = _degrees(config.model, layout, most_devices)
@@ -157,16 +157,16 @@ def _missed(properties: Properties, wanted: Properties) -> Properties:
 # -- degrees, heads and experts, which must fit each other ---------------------------------------------------
 
 
-def _with_data(config: Config) -> Layout:
+def with_smallest_data(config: Config) -> Layout:
     """Return the layout with a definite data axis.
 
-    `data = -1` means all devices that are left over. Here it becomes as few as the experts need, or two if
-    there is no other axis to prove.
+    `data = -1` means all remaining devices. Here it becomes as few as the experts need, or two if there is no
+    other axis to prove and the global batch is even.
     """
     layout = config.layout
     if layout.data > 0:
         return layout
-    needed = layout.expert // math.gcd(layout.expert, layout.context * layout.tensor)
+    needed = fewest_devices(layout) // layout.fixed
     several = 2 if layout.fixed == 1 and config.train.global_batch % 2 == 0 else 1
     return layout.model_copy(update={"data": max(needed, several)})
 

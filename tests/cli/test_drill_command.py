@@ -239,6 +239,7 @@ def test_an_interrupted_drill_leaves_nothing_running(
         ("float32", ("kill", "lose"), "float64"),
         ("float32", ("kill", "hang"), "float32"),
         ("bfloat16", ("lose",), "bfloat16"),
+        ("float8", ("lose",), "float8"),
     ],
 )
 def test_a_float32_job_that_loses_a_host_is_drilled_in_float64(
