@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: what counts as one, which is newest, and its manifest. This module needs no torch.
+"""Checkpoints in a folder, and their manifests. This module needs no torch.
 
 A checkpoint is a folder `step-N` that holds
 
@@ -7,13 +7,12 @@ A checkpoint is a folder `step-N` that holds
     tensors-ID.json        where each tensor's pieces lie (checkpoint/tensor_files.py)
     rank-R-ID.data         what rank R wrote: raw tensors, one after the other
 
-The manifest is written last, whole or not at all, and a folder without one is no checkpoint. ID is drawn anew
-for every save, so that saving a step again touches no file of the existing checkpoint, and a writer left over
-from workers that are gone writes files that no manifest names. So a crash at any byte leaves the old
-checkpoint or the new one.
+The manifest is written last, atomically, and a folder without one is no checkpoint. ID is random and new for
+every save. Saving a step again therefore changes no file of the existing checkpoint, and files of a worker
+that should have ended are in no manifest. A crash at any byte leaves the old checkpoint or the new one.
 
-One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and of itself. Nothing in this
-package unpickles, so opening a checkpoint runs no code from it. Only names of the three kinds above are
+A flipped bit in any file is detected: the manifest holds a CRC-32 of every file and of itself. This package
+unpickles nothing, so opening a checkpoint runs no code from it. Only names of the three kinds above are
 accepted, so a manifest cannot name a file outside of the folder.
 """
 
@@ -152,7 +151,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         size = where.size(name)
         if size != file["bytes"]:
             state = "is missing" if size is None else f"has {size} bytes instead of {file['bytes']}"
-            raise UserError(f"{where.address}/{name} {state}. {_advice(where)}")
+            raise UserError(f"{where.address}/{name} {state}. {advice_if_damaged(where)}")
     return manifest
 
 
@@ -163,16 +162,19 @@ def _content(where: Storage) -> bytes:
         raise UserError(f"{where.address} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         kind = Unreadable if is_temporary(error) else UserError
-        raise kind(f"{where.address}/{MANIFEST} cannot be read: {error}. {_advice(where)}") from None
+        raise kind(
+            f"{where.address}/{MANIFEST} cannot be read: {error}. {advice_if_damaged(where)}"
+        ) from None
 
 
-def _advice(where: Storage) -> str:
+def advice_if_damaged(where: Storage) -> str:
+    """Return the advice for a damaged checkpoint."""
     return f"Remove {where.address} to resume from an older checkpoint."
 
 
 def _decode(content: bytes, where: Storage) -> Manifest:
     source = f"{where.address}/{MANIFEST}"
-    manifest = read_sealed(Manifest, content, source, ("format", FORMAT), _advice(where))
+    manifest = read_sealed(Manifest, content, source, ("format", FORMAT), advice_if_damaged(where))
     if manifest.step and not manifest.sequences:  # older versions did not count them: each step took a batch
         batch = manifest.train.get("global_batch")
         if type(batch) is int and batch > 0:

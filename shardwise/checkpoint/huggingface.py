@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -180,7 +181,7 @@ def _write_kept(folder: Path, kept: Mapping[str, bytes], config: Table, dtype: s
         (folder / name).parent.mkdir(exist_ok=True)
         with (folder / name).open("wb") as stream:
             stream.write(content)
-            _flush(stream.fileno(), stream.flush)
+            _sync(stream)
     return set(same)
 
 
@@ -245,7 +246,7 @@ def _write_weights(
                 stream.write(_raw(next(tensors)))
                 done, count = done + entry.bytes, count + 1
                 progress(count, len(entries), done, total)
-            _flush(stream.fileno())
+            _sync(stream)
     if len(shards) > 1:
         weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -285,12 +286,12 @@ def _raw(tensor: Tensor) -> memoryview:
 def _write_json(path: Path, content: Mapping[str, object]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(content, indent=2) + "\n")
-        _flush(stream.fileno(), stream.flush)
+        _sync(stream)
 
 
-def _flush(descriptor: int, first: Callable[[], None] = lambda: None) -> None:
-    first()
-    os.fsync(descriptor)
+def _sync(stream: IO[Any]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, str | None]:

@@ -6,9 +6,9 @@ tensors are DTensors that know their placement, so the same dictionary can be lo
 
 A save in the background costs training one copy of the state to host memory; the buffers are reused for the
 next save, and page-locked if the state is on a GPU. A thread then writes, fsyncs and commits while steps
-continue (as in CheckFreq: Mohan et al., FAST 2021). It costs host memory of the size of this rank's state. A
-save that is waited for copies nothing. At most one save is in flight: the next waits for it, and that wait
-counts as stall too.
+continue (as in CheckFreq: Mohan et al., FAST 2021). It costs host memory of the size of this rank's state. If
+training waits for a save, nothing is copied. At most one save is in flight. The next one waits for it, and
+that wait counts as stall too.
 
 A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a
 save carries failures too (checkpoint/write_together.py); a rank that dies breaks the connection, which ends
@@ -38,6 +38,7 @@ from shardwise.checkpoint.folder import (
     MANIFEST,
     Manifest,
     Resume,
+    advice_if_damaged,
     check_same_model,
     checkpoints,
     no_whole_checkpoint,
@@ -58,8 +59,8 @@ from shardwise.files import is_temporary
 from shardwise.mesh import Mesh
 
 State = dict[StateKey, Tensor]
-PATIENCE = 1.0
-"""Seconds that giving up a save may take."""
+ABANDON_SECONDS = 1.0
+"""Seconds for which `abandon` waits for a commit that has begun."""
 PAUSES = (1.0, 4.0, 15.0)
 """Seconds between attempts to read a checkpoint from storage that does not answer."""
 T = TypeVar("T")
@@ -68,10 +69,10 @@ log = logging.getLogger("shardwise")
 
 
 class HoldsState(Protocol):
-    """An optimizer, as far as a checkpoint needs to know it."""
+    """The part of an optimizer that a checkpoint uses."""
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter by slot; it is made, as zeros, where there is none yet."""
+        """Return the state of a parameter by slot. Missing slots are created with zeros."""
 
 
 def state_of(
@@ -79,7 +80,7 @@ def state_of(
     optimizer: HoldsState,
     buffers: Iterable[tuple[str, Tensor]] = (),
 ) -> State:
-    """Return every tensor that a run consists of. Frozen weights have no state of the optimizer."""
+    """Return every tensor of a run's state. Frozen weights have no optimizer state."""
     state: State = {StateKey.model(name): buffer for name, buffer in buffers}
     for name, parameter in named:
         state[StateKey.model(name)] = parameter.detach()
@@ -201,10 +202,10 @@ class Checkpointer:
         state = {**state, **random_state(self.mesh.worker.rank, self.mesh.device)}
         task = _Save(folder, manifest, retention, began, state)
         if self.background and not wait:
-            numbers = self._copies.take(state)
+            copies = self._copies.take(state)
             stall = time.monotonic() - began
             self._in_flight = threading.Thread(
-                target=self._run_in_background, args=(task, numbers, stall), name="checkpoint", daemon=True
+                target=self._run_in_background, args=(task, copies, stall), name="checkpoint", daemon=True
             )
             self._in_flight.start()
         else:
@@ -232,7 +233,9 @@ class Checkpointer:
         """Give up the save in flight without waiting for peers that may be gone. It can no longer be
         committed."""
         self._given_up = True
-        if self._committing.acquire(timeout=PATIENCE):  # a commit that has begun may finish: it is complete
+        if self._committing.acquire(
+            timeout=ABANDON_SECONDS
+        ):  # a commit that has begun may finish: it is complete
             self._committing.release()
         self._in_flight = None
 
@@ -288,20 +291,20 @@ class Checkpointer:
         _patiently(lambda: self._together(load))
         set_random_state(random, rank, device)
 
-    def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
+    def _run_in_background(self, task: _Save, parts: State, stall: float) -> None:
         """Run a save in its thread, where no exception may end the run."""
         try:
-            self._outcomes.append(self._run(task, numbers, stall))
+            self._outcomes.append(self._run(task, parts, stall))
         except Exception as error:
             log.info("the save of step %d ended", task.manifest.step, exc_info=True)
             self._outcomes.append(task.failed(error))
 
-    def _run(self, task: _Save, numbers: State, stall: float | None) -> Saved | SaveFailed:
+    def _run(self, task: _Save, parts: State, stall: float | None) -> Saved | SaveFailed:
         identity = save_id()
         where = storage(task.address)
         try:
             total_bytes = write_together(
-                self.peers, where, task.state, numbers, task.manifest, identity, self._commit
+                self.peers, where, task.state, parts, task.manifest, identity, self._commit
             )
         except Exception as error:
             if self.mesh.is_main:
@@ -329,7 +332,7 @@ class Checkpointer:
         share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
         problems = self._together(lambda: list(damaged_files(storage(address), manifest, share)))
         for problem in (problem for part in problems for problem in part):
-            raise UserError(f"{problem}. Remove {address} to resume from an older checkpoint.")
+            raise UserError(f"{problem}. {advice_if_damaged(storage(address))}")
         self._checked = address
         return manifest
 
@@ -417,7 +420,7 @@ def _prune(task: _Save) -> None:
 
 
 def _expected(state: State, contents: Contents, layout: Layout) -> State:
-    """Return the tensors that a checkpoint fills, and initialise the others.
+    """Return the part of the state that is loaded from the checkpoint, and initialise the rest.
 
     PowerSGD's factors keep their initial values if the checkpoint has none of this size.
     """
@@ -488,8 +491,8 @@ def _listed(slots: set[str]) -> str:
 
 
 def _load(state: State, contents: Contents) -> None:
-    """Fill this rank's part of the state. Every rank plans its reads by itself, about which Distributed
-    Checkpoint would warn."""
+    """Fill this rank's part of the state. Every rank plans its reads by itself; the warning of Distributed
+    Checkpoint about that is ignored."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
         by_text = {str(key): value for key, value in state.items()}

@@ -1,9 +1,9 @@
 """Read and write the tensors of a checkpoint in one process, with one tensor in memory at a time.
 
 Data files hold raw bytes; each tensor begins at a multiple of 64. A JSON file lists for each key the dtype,
-the whole shape, and the pieces: which part of the whole (offset and shape), in which file, from which byte.
-That is all that is needed to assemble a tensor on any mesh, and it is checked before any data are read:
-pieces must lie inside their tensor and inside their file, and fill the tensor.
+the shape of the whole tensor, and its pieces: offset and shape, the file, and the first byte in it. A tensor
+can be assembled from this list on any mesh. The list is checked before any data are read: pieces must lie
+inside their tensor and inside their file, and fill the tensor.
 
 Tensors are identified by their keys (state_key.py defines the text). A checkpoint may hold weights alone.
 
@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from operator import add
 from pathlib import Path
 from typing import Annotated, BinaryIO, NoReturn
 
@@ -32,8 +31,8 @@ import torch
 from pydantic import AfterValidator, ConfigDict, Field
 from torch import Tensor
 
-from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, read_manifest
-from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, advice_if_damaged, read_manifest
+from shardwise.checkpoint.state_key import Box, StateKey
 from shardwise.checkpoint.storage import BLOCK, Storage, storage
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, parse_as
@@ -50,8 +49,6 @@ DTYPES: dict[str, torch.dtype] = {
 
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first index of a part of a tensor in each dim, and the index past its last."""
 Files = dict[str, WrittenFile]
 """Size and CRC-32 of files by name."""
 
@@ -109,8 +106,7 @@ class Contents:
                 f"{where.address}/{MANIFEST} does not belong to a checkpoint: it names {len(indices)} lists "
                 "of tensors"
             )
-        for problem in damaged_files(where, manifest, indices):
-            raise UserError(f"{problem}. Remove {where.address} to resume from an older checkpoint.")
+        _refuse_damaged(where, manifest, indices)
         tensors = _parse(where.read(indices[0]), manifest, f"{where.address}/{indices[0]}")
         return cls(where.address, manifest, tensors)
 
@@ -135,8 +131,12 @@ class Contents:
 
     def check(self) -> None:
         """Read every byte, and raise an error with the name of the first damaged file."""
-        for problem in damaged_files(storage(self.address), self.manifest, self.manifest.files):
-            raise UserError(f"{problem}. Remove {self.address} to resume from an older checkpoint.")
+        _refuse_damaged(storage(self.address), self.manifest, self.manifest.files)
+
+
+def _refuse_damaged(where: Storage, manifest: Manifest, files: Iterable[str]) -> None:
+    for problem in damaged_files(where, manifest, files):
+        raise UserError(f"{problem}. {advice_if_damaged(where)}")
 
 
 def faults(folder: str | Path) -> Iterator[str]:
@@ -197,9 +197,9 @@ class _PieceChecks:
             self._refuse(f"{key} has an absurd shape {stored.shape}")
         for piece in stored.pieces:
             self._check_piece(key, stored, piece)
-        boxes = [(piece.offset, tuple(map(add, piece.offset, piece.shape))) for piece in stored.pieces]
+        boxes = [_box(piece.offset, piece.shape) for piece in stored.pieces]
         empty = 0 in stored.shape and not boxes
-        if not empty and not _fills(boxes, ((0,) * len(stored.shape), stored.shape)):
+        if not empty and not _fills(boxes, _box((0,) * len(stored.shape), stored.shape)):
             self._refuse(f"the pieces of {key} do not fill it, each part once")
 
     def _check_piece(self, key: StateKey, stored: StoredTensor, piece: TensorPiece) -> None:
@@ -228,6 +228,10 @@ class _PieceChecks:
         raise UserError(f"{self.source} does not belong to a checkpoint: {problem}")
 
 
+def _box(offset: Shape, shape: Shape) -> Box:
+    return tuple((begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+
+
 def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
     """Return whether boxes cover the whole, each point once.
 
@@ -236,12 +240,12 @@ def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
     """
     if len(boxes) <= 1:
         return boxes == [whole]
-    for dim in range(len(whole[0])):
+    for dim, (first, last) in enumerate(whole):
         groups = _split(boxes, dim)
         if len(groups) > 1:
-            edges = [whole[0][dim], *(max(box[1][dim] for box in group) for group in groups)]
-            parts = [_cut(whole, dim, begin, end) for begin, end in pairwise(edges)]
-            fits = edges[-1] == whole[1][dim] and cuts > 0
+            edges = [first, *(max(box[dim][1] for box in group) for group in groups)]
+            parts = [(*whole[:dim], edge, *whole[dim + 1 :]) for edge in pairwise(edges)]
+            fits = edges[-1] == last and cuts > 0
             return fits and all(
                 _fills(group, part, cuts - 1) for group, part in zip(groups, parts, strict=True)
             )
@@ -251,18 +255,13 @@ def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
 def _split(boxes: list[Box], dim: int) -> list[list[Box]]:
     groups: list[list[Box]] = []
     reached = -1
-    for box in sorted(boxes, key=lambda box: box[0][dim]):
-        if box[0][dim] >= reached:
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        begin, end = box[dim]
+        if begin >= reached:
             groups.append([])
         groups[-1].append(box)
-        reached = max(reached, box[1][dim])
+        reached = max(reached, end)
     return groups
-
-
-def _cut(box: Box, dim: int, begin: int, end: int) -> Box:
-    low, high = list(box[0]), list(box[1])
-    low[dim], high[dim] = begin, end
-    return tuple(low), tuple(high)
 
 
 def encode(tensors: dict[StateKey, StoredTensor]) -> bytes:
@@ -327,10 +326,10 @@ def commit(
     where: Storage, manifest: Manifest, tensors: dict[StateKey, StoredTensor], files: Files, identity: str
 ) -> Manifest:
     """Make a checkpoint of these data files, which are durable already. Return its manifest."""
-    index = encode(tensors)
-    with where.create(f"tensors-{identity}.json") as stream:
+    index, name = encode(tensors), f"tensors-{identity}.json"
+    with where.create(name) as stream:
         stream.write(index)
-    files = {**files, f"tensors-{identity}.json": {"bytes": len(index), "crc32": zlib.crc32(index)}}
+    files = {**files, name: {"bytes": len(index), "crc32": zlib.crc32(index)}}
     for file, written in files.items():
         if where.size(file) != written["bytes"]:  # another run may have cleaned up here
             raise OSError(f"{where.address}/{file} was removed while the checkpoint was being written")

@@ -1,10 +1,14 @@
 """All ranks write one checkpoint together: each rank writes a file, and rank 0 commits.
 
 torch's Distributed Checkpoint tells which part of a tensor a rank holds, whatever its placements; a part that
-several ranks hold is written by one of them. Its exchanges unpickle data from the network, so ours are used
-(JSON, comm/peers.py). There are three: rank 0 learns what each rank holds and tells each what to write; it
-learns what was written, and commits; it reports the result. Each carries failures too, so that a save fails
-on all ranks or on none.
+several ranks hold is written by one of them. Its exchanges unpickle data from the network, so our own are
+used (JSON, comm/peers.py):
+
+1. Each rank tells rank 0 what it holds, and rank 0 answers what to write.
+2. Each rank writes, and tells rank 0 what it has written. Rank 0 commits.
+3. Rank 0 sends the result to all ranks.
+
+Each exchange carries failures too, so that a save fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ from shardwise.comm import Peers
 
 log = logging.getLogger("shardwise")
 
-Commit = Callable[[Callable[[], Manifest]], Manifest]
+Guard = Callable[[Callable[[], Manifest]], Manifest]
+"""Function that runs a commit, or raises an error."""
 Outcome = dict[str, Any]
 """The result of a rank's part of a save: {"value": …} or {"error": "reason"}."""
 
@@ -48,15 +53,15 @@ def write_together(
     peers: Peers,
     where: Storage,
     state: Mapping[StateKey, Tensor],
-    numbers: Mapping[StateKey, Tensor],
+    parts: Mapping[StateKey, Tensor],
     manifest: Manifest,
     identity: str,
-    guard: Commit,
+    guard: Guard,
 ) -> int:
     """Write a checkpoint and return its bytes once it is complete. Every rank calls this at the same time.
 
-    `state` has the tensors with their placements, `numbers` this rank's part of each. The id of the save is
-    rank 0's. `guard` runs the commit, or refuses it if the save was abandoned in the meantime.
+    `state` has the tensors with their placements, and `parts` this rank's part of each. All ranks use the
+    `identity` that rank 0 passes. `guard` runs the commit, or refuses it if the save has been abandoned.
     """
     local = held_pieces(state)
     reports = peers.gather([piece.to_json() for piece in local])
@@ -65,7 +70,7 @@ def write_together(
     assigned = peers.scatter(None if shares is None else _for_each_rank(shares, identity, peers.world))
     identity, indices = _value(assigned)
     file = f"rank-{peers.rank}-{identity}.data"
-    results = peers.gather(_attempt(lambda: _write(where, file, _select(local, indices), numbers)))
+    results = peers.gather(_attempt(lambda: _write(where, file, _select(local, indices), parts)))
     outcome = None
     if shares is not None and results is not None:
         written = list(map(_select, held, shares["value"]))
@@ -122,7 +127,7 @@ def _commit(
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """The part of a tensor that a rank holds: the same on every rank that holds this part."""
+    """A part of a tensor. Ranks that hold the same part have equal values of this class."""
 
     key: StateKey
     dtype: str
@@ -184,13 +189,13 @@ class Written(TypedDict):
 
 
 def _write(
-    where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[StateKey, Tensor]
+    where: Storage, file: str, pieces: Sequence[HeldPiece], parts: Mapping[StateKey, Tensor]
 ) -> Written | None:
-    """Write these pieces, whose values are in `numbers`, into one file; None: there are no pieces."""
+    """Write these pieces, whose values are in `parts`, into one file; None: there are no pieces."""
     if not pieces:
         return None
     with data_file(where, file) as data:
-        starts = [data.append(numbers[piece.key]) for piece in pieces]
+        starts = [data.append(parts[piece.key]) for piece in pieces]
         size_and_crc = data.size_and_crc()
     return {"file": file, "size_and_crc": size_and_crc, "starts": starts}
 

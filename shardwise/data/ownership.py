@@ -57,12 +57,12 @@ def check_target(folder: Path) -> None:
         )
 
 
-def refuse_shards(names: Iterable[Path]) -> None:
+def refuse_shards(paths: Iterable[Path]) -> None:
     """Raise a UserError if prepared tokens would be read as text.
 
     A prepared folder that has lost its index looks like any folder of files.
     """
-    shard = next((path for path in names if _SHARD.fullmatch(path.name.removesuffix(".partial"))), None)
+    shard = next((path for path in paths if _SHARD.fullmatch(path.name.removesuffix(".partial"))), None)
     if shard is None:
         return
     folder, index = shard.parent, shard.parent / INDEX

@@ -322,12 +322,14 @@ class _Preparation:
         if name == FILE:
             # A model that was trained on this folder can then be used in a chat.
             copy_template(self.tokenizer.name, self.folder)
-        tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)
         index = Index(
-            fingerprint,
-            *tokenizer,
-            token_dtype(self.tokenizer.vocabulary),
-            tuple(shards),
+            source=fingerprint,
+            tokenizer=name,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocabulary=self.tokenizer.vocabulary,
+            end=self.tokenizer.end,
+            dtype=token_dtype(self.tokenizer.vocabulary),
+            shards=tuple(shards),
             holds_answers=self.answers,
         )
         index.write(self.folder)

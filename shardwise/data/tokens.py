@@ -45,28 +45,28 @@ class _MappedShard:
     @cached_property
     def ends(self) -> NDArray[np.int64]:
         """Offset just after the last token of each document, checked."""
-        path = self._folder / self.shard.ends_file
-        content = np.memmap(path, dtype="<i8", mode="r") if self.shard.documents else np.zeros(0, dtype="<i8")
-        if zlib.crc32(content.data) != self.shard.ends_checksum:
-            raise self._damaged(self.shard.ends_file, "its checksum is wrong")
-        if len(content) and (
-            content[0] < 1 or content[-1] > self.shard.tokens or (content[1:] <= content[:-1]).any()
-        ):
-            raise self._damaged(self.shard.ends_file, "its offsets do not ascend within the shard")
-        return content
+        ends = self._offsets(self.shard.ends_file, self.shard.documents, self.shard.ends_checksum)
+        # Every document has a token, so an offset is above the one before it, and the first is above 0.
+        self._check_order(self.shard.ends_file, ends, ends > np.concatenate([[0], ends[:-1]]))
+        return ends
 
     @cached_property
     def answers(self) -> NDArray[np.int64]:
         """Offsets at which spans of learned tokens begin and end, alternating, checked."""
-        path = self._folder / self.shard.answers_file
-        content = np.memmap(path, dtype="<i8", mode="r") if self.shard.answers else np.zeros(0, dtype="<i8")
-        if zlib.crc32(content.data) != self.shard.answers_checksum:
-            raise self._damaged(self.shard.answers_file, "its checksum is wrong")
-        if len(content) and (
-            content[0] < 0 or content[-1] > self.shard.tokens or (content[1:] < content[:-1]).any()
-        ):
-            raise self._damaged(self.shard.answers_file, "its offsets do not ascend within the shard")
-        return content
+        answers = self._offsets(self.shard.answers_file, self.shard.answers, self.shard.answers_checksum)
+        self._check_order(self.shard.answers_file, answers, answers >= np.concatenate([[0], answers[:-1]]))
+        return answers
+
+    def _offsets(self, name: str, count: int, checksum: int) -> NDArray[np.int64]:
+        """Map a file of offsets, and compare its checksum."""
+        offsets = np.memmap(self._folder / name, dtype="<i8", mode="r") if count else np.zeros(0, dtype="<i8")
+        if zlib.crc32(offsets.data) != checksum:
+            raise self._damaged(name, "its checksum is wrong")
+        return offsets
+
+    def _check_order(self, name: str, offsets: NDArray[np.int64], in_order: NDArray[np.bool_]) -> None:
+        if not in_order.all() or (len(offsets) and offsets[-1] > self.shard.tokens):
+            raise self._damaged(name, "its offsets do not ascend within the shard")
 
     def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
         """Return, for each token from start to stop, whether it is learned."""

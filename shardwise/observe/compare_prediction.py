@@ -38,7 +38,7 @@ from rich.text import Text
 
 from shardwise.config import MODEL_AXES
 from shardwise.observe.format import format_bytes, format_count
-from shardwise.observe.records import Record
+from shardwise.observe.records import Record, median_of
 from shardwise.plan.plan import PredictedFlow, PredictedStep
 from shardwise.plan.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.plurals import counted
@@ -94,7 +94,9 @@ def _times(predicted: PredictedStep, steps: Sequence[Record], apart: bool) -> It
     yield _sum("optimizer", terms, ("optimizer",), spans["optimizer"])
     for name, key in (("reading data", "data"), ("unclaimed", "other")):
         yield _sum(name, terms, (), spans[key])
-    yield _row("tokens a second", "rate", predicted["tokens_per_second"], _median(steps, "tokens_per_second"))
+    yield _row(
+        "tokens a second", "rate", predicted["tokens_per_second"], median_of(steps, "tokens_per_second")
+    )
 
 
 def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
@@ -155,11 +157,6 @@ def _sum(what: str, terms: Mapping[str, float], names: Sequence[str], measured: 
 def _row(what: str, kind: str, predicted: float, measured: float | None) -> Row:
     ratio = measured / predicted if measured is not None and predicted else None
     return {"what": what, "kind": kind, "predicted": predicted, "measured": measured, "ratio": ratio}
-
-
-def _median(steps: Sequence[Record], key: str) -> float | None:
-    known = [step[key] for step in steps if step.get(key) is not None]
-    return statistics.median(known) if known else None
 
 
 def _added(first: float | None, second: float | None) -> float | None:

@@ -146,7 +146,7 @@ def goodput(events: Sequence[Record], steps: Iterable[Record]) -> dict[str, Any]
     wall = 0.0
     timed = _this_run(events)
     events = [event for _, event in timed]
-    for session in _sessions(timed, *_stretches(timed, steps)):
+    for session in _sessions(timed, *_group_steps(timed, steps)):
         wall += session.end - session.start
         for part, seconds in _seconds_by_part(session):
             parts[part] += seconds
@@ -198,24 +198,26 @@ def _stragglers(events: Sequence[Record]) -> list[Record]:
     return stragglers
 
 
-def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_StepGroup], dict[int, float]]:
+def _group_steps(
+    timed: Sequence[_Timed], steps: Iterable[Record]
+) -> tuple[list[_StepGroup], dict[int, float]]:
     """Return the steps, added up between events, and the times at which the saved steps were completed."""
     times = [*sorted({edge for at, event in timed for edge in _edges(at, event)}), math.inf]
     saved = {event.get("step", -1) for _, event in timed if event["event"] in _SAVES}
     numbers: list[float] = [*sorted(saved), math.inf]
-    stretches, done = [_StepGroup(0.0, 0.0, -math.inf, 0)], dict[int, float]()
+    groups_of_steps, done = [_StepGroup(0.0, 0.0, -math.inf, 0)], dict[int, float]()
     for step in steps:
         end, number = step.get("time"), step["step"]
         if end is None or (begin := end - step["seconds"]) >= end:
             continue
-        if not stretches[-1].takes(begin, end, number):
+        if not groups_of_steps[-1].takes(begin, end, number):
             until = times[bisect_right(times, begin)]
             last = numbers[bisect_left(numbers, number)]
-            stretches.append(_StepGroup(begin, begin, until if end < until else -math.inf, last))
-        stretches[-1].add(begin, step)
+            groups_of_steps.append(_StepGroup(begin, begin, until if end < until else -math.inf, last))
+        groups_of_steps[-1].add(begin, step)
         if number in saved:
             done[number] = end
-    return stretches[1:], done
+    return groups_of_steps[1:], done
 
 
 def _edges(at: float, event: Record) -> Iterator[float]:
@@ -339,16 +341,16 @@ def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
 
 def _claims(session: _Session) -> Iterator[_Claim]:
     """Yield everything that claims time of a session."""
-    for stretch in session.steps:
-        yield _Claim("step", stretch.start, stretch.end, stretch.parts)
+    for group in session.steps:
+        yield _Claim("step", group.start, group.end, group.parts)
     evaluations = [
         (at, event) for at, event in session.events if event["event"] == "evaluate" and event.get("seconds")
     ]
     for at, event in evaluations:
         yield _Claim("evaluation", at - event["seconds"], at)
     yield from _saves(session, evaluations)
-    begins = sorted(stretch.start for stretch in session.steps)
-    ends = sorted(stretch.end for stretch in session.steps)
+    begins = sorted(group.start for group in session.steps)
+    ends = sorted(group.end for group in session.steps)
     yield from _breaks(session, begins, ends)
     breaks = [at for at, _ in _broken(session)]
     yield _Claim("start_up", session.start, min((*begins, *breaks), default=session.end))

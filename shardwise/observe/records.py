@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.errors import UserError
@@ -82,40 +83,35 @@ def _check_timestamp(text: str) -> str:
     return text
 
 
+@with_config(_KNOWN)
 class _Calls(TypedDict):
-    __pydantic_config__ = _KNOWN  # type: ignore[misc]
-
     count: Count
     bytes: Count
 
 
+@with_config(_KNOWN)
 class _AxisTimes(TypedDict):
-    __pydantic_config__ = _KNOWN  # type: ignore[misc]
-
     seconds: Seconds
     hidden: Seconds
 
 
+@with_config(_KNOWN)
 class _Latest(TypedDict):
-    __pydantic_config__ = _KNOWN  # type: ignore[misc]
-
     rank: Count | None
     behind: Measured
 
 
+@with_config(_KNOWN)
 class _Updates(TypedDict):
-    __pydantic_config__ = _KNOWN  # type: ignore[misc]
-
     made: Count
     conflicting: Count
     rows: Count
     conflicting_rows: Count
 
 
+@with_config(_KNOWN)
 class _Step(TypedDict, total=False):
     """A line of metrics.jsonl, with the fields that are read."""
-
-    __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
     step: Count
     time: Measured
@@ -148,10 +144,9 @@ class _Step(TypedDict, total=False):
     held_out_loss: Loss
 
 
+@with_config(_KNOWN)
 class _Event(TypedDict, total=False):
     """A line of events.jsonl, with the fields that are read."""
-
-    __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
     event: str
     time: Annotated[str, AfterValidator(_check_timestamp)]
@@ -236,6 +231,12 @@ def read_metrics(folder: Path, needs: tuple[str, ...] = ()) -> Lines:
 def read_events(folder: Path) -> Lines:
     """Return the events of the run in this folder, in the order in which they were written."""
     return Lines(folder / "events.jsonl", ("event",), _EVENT)
+
+
+def median_of(records: Sequence[Record], field: str) -> float | None:
+    """Return the median of a field over the records that have it; None if none has."""
+    known = [record[field] for record in records if record.get(field) is not None]
+    return statistics.median(known) if known else None
 
 
 def newest(folder: Path) -> Record:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console, JustifyMethod, OverflowMethod
+from rich.console import Console, JustifyMethod, OverflowMethod, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -275,21 +275,17 @@ def _curve(summary: Summary, console: Console) -> None:
         text = Text(line)
         text.highlight_regex(r"[⠀-⣿*]+", "green")
         text.highlight_regex(r"●", "bold yellow")
-        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+        _print_indented(text, console)
 
 
 def _time(summary: Summary, console: Console) -> None:
     step = summary["time"]["seconds_a_step"]
     _heading(console, "where a step's time goes", f"{step:.3g} s a step")
-    grid = Table.grid(padding=(0, 2))
-    for justify in _TIME_COLUMNS:
-        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    grid = _grid(_TIME_COLUMNS)
     for name, part in summary["time"]["shares"].items():
-        drawn = bar(part, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
-        grid.add_row(
-            Text(_LABELS.get(name, name)), Text(format_percent(part)), Text(drawn, style=_COLOURS[name])
-        )
-    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+        drawn = _bar(part, console, _COLOURS[name])
+        grid.add_row(Text(_LABELS.get(name, name)), Text(format_percent(part)), drawn)
+    _print_indented(grid, console)
 
 
 def _goodput(goodput: Summary, console: Console) -> None:
@@ -305,15 +301,13 @@ def _goodput(goodput: Summary, console: Console) -> None:
     for name, cells in _cells(parts, width).items():
         _, colour, letter = _PARTS[name]
         drawn.append((letter if plain else "█") * cells, style=colour)
-    console.print(Padding(drawn, (0, 0, 0, 2), expand=False))
-    grid = Table.grid(padding=(0, 2))
-    for justify in _PART_COLUMNS:
-        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    _print_indented(drawn, console)
+    grid = _grid(_PART_COLUMNS)
     for name, seconds in parts.items():
         label, colour, letter = _PARTS[name]
         sign = Text(letter if plain else "█", style=colour)
         grid.add_row(sign, Text(label), Text(format_percent(seconds / wall)), Text(_seconds(seconds)))
-    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+    _print_indented(grid, console)
 
 
 def _cells(parts: Mapping[str, float], width: int) -> dict[str, int]:
@@ -340,7 +334,7 @@ def _faults(goodput: Summary, console: Console) -> None:
         for fault in faults[-_FAULTS:]:
             recovery = None if fault["recovery"] is None else recoveries[fault["recovery"]]
             table.add_row(*_fault(fault, recovery))
-        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        _print_indented(table, console)
     if goodput["stragglers"]:
         _heading(console, "slow ranks", "times the median of the ranks that do the same work")
         for slow in goodput["stragglers"]:
@@ -348,7 +342,7 @@ def _faults(goodput: Summary, console: Console) -> None:
             subject = "all ranks wait" if slow["rank"] is None else f"rank {slow['rank']}"
             steps = f"{subject}, step {slow['step']} to {until}"
             line = f"{steps}: {slow['factor']:.1f} times as long; {slow['cause']}"
-            console.print(Padding(Text(line, overflow=_CROP), (0, 0, 0, 2), expand=False))
+            _print_indented(Text(line, overflow=_CROP), console)
 
 
 def _fault(fault: Summary, recovery: Summary | None) -> list[Text]:
@@ -390,13 +384,11 @@ def _float8(float8: Summary | None, console: Console) -> None:
     note += f"; the {len(layers)} worst" if left_out else ""
     _heading(console, "lost in float8", note)
     most = max(1e-9, *(layer["lost"] for _, layer in layers))
-    grid = Table.grid(padding=(0, 2))
-    for justify in _EXPERT_COLUMNS:
-        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    grid = _grid(_EXPERT_COLUMNS)
     for name, layer in layers:
-        drawn = bar(layer["lost"] / most, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
-        grid.add_row(Text(name), Text(f"{layer['lost']:.2%}"), Text(drawn, style="magenta"))
-    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+        drawn = _bar(layer["lost"] / most, console, "magenta")
+        grid.add_row(Text(name), Text(f"{layer['lost']:.2%}"), drawn)
+    _print_indented(grid, console)
 
 
 def _experts(experts: Summary | None, console: Console) -> None:
@@ -411,13 +403,10 @@ def _experts(experts: Summary | None, console: Console) -> None:
         note += f"; the busiest and the idlest {_EXPERTS // 2} of {len(load)}"
     _heading(console, "load of each expert", note)
     most = max(1.0, *experts["load"])
-    grid = Table.grid(padding=(0, 2))
-    for justify in _EXPERT_COLUMNS:
-        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    grid = _grid(_EXPERT_COLUMNS)
     for index, tokens in shown:
-        drawn = bar(tokens / most, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
-        grid.add_row(Text(str(index)), Text(f"{tokens:.2f}"), Text(drawn, style="magenta"))
-    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+        grid.add_row(Text(str(index)), Text(f"{tokens:.2f}"), _bar(tokens / most, console, "magenta"))
+    _print_indented(grid, console)
 
 
 def _collectives(collectives: Summary, console: Console) -> None:
@@ -438,7 +427,25 @@ def _collectives(collectives: Summary, console: Console) -> None:
             format_bytes(row["total_bytes"]),
         )
         table.add_row(*map(Text, (kind.replace("_", " "), axis, *counts)))
-    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    _print_indented(table, console)
+
+
+def _grid(columns: tuple[JustifyMethod, ...]) -> Table:
+    """Return a table without lines, with columns that are not wrapped."""
+    grid = Table.grid(padding=(0, 2))
+    for justify in columns:
+        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    return grid
+
+
+def _bar(fraction: float, console: Console, colour: str) -> Text:
+    """Return a bar of at most `_BAR` characters, with room for two columns before it."""
+    width = min(_BAR, max(10, console.width - 40))
+    return Text(bar(fraction, width, console.options.ascii_only), style=colour)
+
+
+def _print_indented(content: RenderableType, console: Console) -> None:
+    console.print(Padding(content, (0, 0, 0, 2), expand=False))
 
 
 def _heading(console: Console, title: str, note: str = "") -> None:

@@ -29,7 +29,7 @@ from shardwise.observe.clock import SPANS
 from shardwise.observe.compare_prediction import Row, compare, waits_are_known
 from shardwise.observe.goodput import goodput
 from shardwise.observe.memory_use import memory_kind
-from shardwise.observe.records import Record, read_events, read_metrics
+from shardwise.observe.records import Record, median_of, read_events, read_metrics
 from shardwise.observe.totals import RunTotals
 from shardwise.plan import SavedLayout, SavedPlan, read_plan
 
@@ -63,6 +63,7 @@ def summarise(
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     run, time_used, damaged_steps = _steps(folder, events)
     steady = run.steady.sample
+    times = _time(steady)
     saves = _checkpoints(kept_steps, events)
     return {
         "run": str(folder),
@@ -73,18 +74,18 @@ def summarise(
         "held_out": run.held_out,
         "tokens": run.tokens,
         "tokens_per_second": {
-            "median": _median(steady, "tokens_per_second"),
+            "median": median_of(steady, "tokens_per_second"),
             "last": run.last.get("tokens_per_second"),
         },
-        "sequences_per_second": _median(steady, "sequences_per_second"),
-        "mfu": _median(steady, "mfu"),
+        "sequences_per_second": median_of(steady, "sequences_per_second"),
+        "mfu": median_of(steady, "mfu"),
         "flop_convention": plan.get("flop_convention"),
         "peak_memory_bytes": run.peak_memory,
         "memory_kind": start.get("memory_kind"),
         "predicted_states_gib": plan.get("memory_gib", {}).get("states"),
         "predicted_and_measured": _predicted(plan, run.like_planned.sample, start),
         "measured_steps": run.like_planned.count,
-        "time": _time(steady),
+        "time": times,
         "communication": _communication(steady) | {"axes": _axes(steady)},
         "collectives": _collectives(run, steady),
         "float8": _float8(run),
@@ -94,11 +95,11 @@ def summarise(
         "updates": {**run.updates, "per_second": run.updates["made"] / run.seconds}
         if run.updates["made"]
         else None,
-        "load": {"imbalance": _median(steady, "load_imbalance"), "rows": run.last.get("rows")},
+        "load": {"imbalance": median_of(steady, "load_imbalance"), "rows": run.last.get("rows")},
         "goodput": time_used,
         "checkpoints": {
             **saves,
-            "advice": _advice(advise, saves, time_used, _time(steady), start.get("world", 1)),
+            "advice": _advice(advise, saves, time_used, times, start.get("world", 1)),
         },
         "skipped_steps": run.skipped,
         "events": dict(Counter(event["event"] for event in events)),
@@ -189,11 +190,6 @@ def _predicted(plan: SavedPlan, steps: Sequence[Record], start: Record) -> list[
 def _loss(run: RunTotals) -> Summary:
     ends = {"first": run.first["loss"], "last": run.last["loss"]}
     return {**ends, "minimum": run.lowest["loss"], "minimum_step": run.lowest["step"]}
-
-
-def _median(steps: Sequence[Record], key: str) -> float | None:
-    known = [step[key] for step in steps if step.get(key) is not None]
-    return statistics.median(known) if known else None
 
 
 def _time(steps: Sequence[Record]) -> Summary:
@@ -289,7 +285,7 @@ def _checkpoints(kept_steps: Sequence[int] | None, events: Sequence[Record]) -> 
     save.
     """
     saves = [event for event in events if event["event"] == "save"]
-    typical = {key: _median(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
+    typical = {key: median_of(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
     return {
         "saved": len(saves),
         "kept_steps": None if kept_steps is None else sorted(kept_steps),
@@ -319,7 +315,7 @@ def _advice(
         devices=world,
         faults=len(time_used["faults"]),
         seconds=time_used["wall_seconds"],
-        restart=_median(time_used["recoveries"], "seconds") or 0.0,
+        restart=median_of(time_used["recoveries"], "seconds") or 0.0,
     )
     return asdict(advice)
 

@@ -1,11 +1,11 @@
 """The file that the first node of a run writes before it leads, for the nodes that wait for it.
 
 The other nodes wait until the first node writes its address and the secret of the run into `meeting.json`.
-That can take long, because the first node may prepare the data, and it never happens if the first node fails
-before. The first node therefore writes `first-node.json` when it starts, and writes there why it has ended.
+That can take long, because the first node may prepare the data. If the first node fails before, it never
+happens. The first node therefore writes `first-node.json` when it starts, and adds the reason if it fails.
 
 A file that existed before a node started may belong to an earlier start. It counts only if it belongs to a
-run of the same name, and then only after a while, because the first node may be about to replace it.
+run of the same name, and then only after a while, because the first node may still replace it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class FirstNodeFile:
 
     def status_of_this_run(self) -> FirstNodeStatus | None:
         """Return the contents if the first node of this run has written them, else None."""
-        sign = self.read()
-        is_this_run = sign is not None and (sign != self._left_over or (sign.run == self._run != ""))
-        return sign if is_this_run else None
+        status = self.read()
+        if status is None:
+            return None
+        is_of_this_run = status != self._left_over or status.run == self._run != ""
+        return status if is_of_this_run else None
 
     def is_left_over(self) -> bool:
         """Return whether the file was not written since this node started."""
@@ -66,22 +68,22 @@ class FirstNodeFile:
     @contextlib.contextmanager
     def report_start_and_failure(self) -> Iterator[None]:
         """Write, as the first node, that it has started, and why it ends if the `with` block fails."""
-        sign = FirstNodeStatus(secrets.token_hex(8), self._run)
-        self._write(sign)
+        status = FirstNodeStatus(secrets.token_hex(8), self._run)
+        self._write(status)
         try:
             yield
         except UserError as error:
-            self._write(replace(sign, ended=str(error), status=error.status))
+            self._write(replace(status, ended=str(error), status=error.status))
             raise
         except BaseException as error:
             ended = f"it was stopped ({type(error).__name__})"
-            self._write(replace(sign, ended=ended, status=RunFailed.status))
+            self._write(replace(status, ended=ended, status=RunFailed.status))
             raise
 
-    def _write(self, sign: FirstNodeStatus) -> None:
-        """Write the file. If that fails, ignore it: the others wait a while longer, and the first node's
-        error matters.
+    def _write(self, status: FirstNodeStatus) -> None:
+        """Write the file. A failure is ignored: other nodes then only wait longer, and an error of the first
+        node must not be hidden by it.
         """
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, json.dumps(asdict(sign)) + "\n", lambda problem: None)
+            write_text(self._path, json.dumps(asdict(status)) + "\n", lambda problem: None)

@@ -24,7 +24,7 @@ from shardwise.resilience.worker_process import WorkerProcess
 ANSWER_SECONDS = 2.0
 """Seconds within which a worker must send its stacks."""
 OTHERS_SECONDS = 5.0
-"""Seconds to wait, in a hang without a culprit on this host, for another host to find one."""
+"""Seconds for which another host may find the culprit of a hang, if this host has none."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class Hang:
 
 
 def find_hang(working: Sequence[WorkerProcess], recovery: Recovery, other_hosts: bool) -> Hang | None:
-    """Return the hang of the team's workers on this host, if there is one. Ask for stacks once a worker is
-    late.
-    """
+    """Return the hang of these workers, if there is one. Once a worker is late, ask all for their stacks."""
     now = time.monotonic()
     late = [worker for worker in working if now - worker.changed > worker.hang_limit(recovery)]
     if not late:

@@ -1,5 +1,4 @@
-"""One machine's part in a run: it keeps its workers alive, watches them, and puts them into the leader's
-team.
+"""One machine's part in a run: it starts workers, watches them, and puts them into the leader's team.
 
 Workers are forked from a server that has imported torch (multiprocessing's forkserver), so a new worker
 starts quickly. A worker whose peer died leaves the broken team by itself and waits for the next one, which is
@@ -8,8 +7,8 @@ on the cooperation of a worker: it can be killed at any time.
 
 torch's elastic agent is not used for these reasons: it ends all workers of a node when one fails, its nodes
 have a fixed number of workers, it does not distinguish life from progress, and its rendezvous waits for fixed
-timeouts. What is needed is small: the decisions are in team.py, the messages to other hosts in
-leader_connection.py and to workers in worker_messages.py, hangs in hangs.py, and the processes below.
+timeouts. The decisions are in team.py, the connections to other hosts in leader_connection.py, the messages
+to workers in worker_messages.py, and the search for hangs in hangs.py.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardwise.resilience import worker_messages
 from shardwise.resilience.fork_server import wake_server
 from shardwise.resilience.hangs import find_hang, record_hang
 from shardwise.resilience.leadership import Leadership
-from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
+from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short, error_with_status
 from shardwise.resilience.team import (
     LOST_SECONDS,
     Fault,
@@ -54,9 +53,11 @@ CALL_SECONDS = 0.25
 """Seconds between two calls to a leader on another host."""
 LAST_CALL_SECONDS = 5.0
 """Seconds for which the leader still answers after the end."""
+LEAVE_SECONDS = 10.0
+"""Seconds that workers may take to end after the run has ended."""
 PARTING_SECONDS = 3.0
 """Seconds that a worker may take to leave a team that broke, before it is replaced."""
-ANSWER_SECONDS = 1.0
+LEADER_ANSWER_SECONDS = 1.0
 """Seconds without an answer of the leader before a host prints that it waits."""
 SAY_SECONDS = 5.0
 """Seconds for which a run waits for workers before it prints so."""
@@ -103,7 +104,7 @@ class Host:
         """Slots in which a worker has started at least once."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
         self._lost: Fault | None = None
-        """Fault of the last worker that was not a rank and ended."""
+        """Last fault of a worker that was not a rank."""
         self._server_is_ready = False
         self._server_silent_since: float | None = None
         self._processes: dict[int, WorkerProcess] = {}
@@ -116,7 +117,7 @@ class Host:
         """Last step that the present team has completed."""
         self._signals = CollectSignals()
         self._recorded_faults = self._recorded_refusals = 0
-        self._missing_since, self._said_missing = time.monotonic(), False
+        self._missing_since, self._printed_missing = time.monotonic(), False
         self._last_call, self._answered = 0.0, False
         """Time of the last call to the leader, and whether it was answered."""
         self._orders = Orders()
@@ -156,7 +157,7 @@ class Host:
     # Processes
 
     def _listen(self) -> None:
-        """Receive messages of workers, or notice that one of them ended; wait a moment for either."""
+        """Wait a moment for a message or the end of a worker. Receive all messages."""
         by_pipe = {process.pipe: process for process in self._processes.values() if process.hung_up is None}
         sentinels = [process.process.sentinel for process in self._processes.values()]
         for ready in wait([*by_pipe, *sentinels], timeout=TICK_SECONDS):
@@ -209,7 +210,7 @@ class Host:
         worker.asked_for_stacks = worker.stacks = None
 
     def _note_ended_workers(self) -> None:
-        """Record workers that ended, and why. The server reports their ends, unless it was stopped."""
+        """Record the workers that ended, and why. If the server does not report their ends, wake it."""
         hung_up = [worker.hung_up for worker in self._processes.values() if worker.hung_up]
         if hung_up and time.monotonic() - min(hung_up) > SERVER_SECONDS:
             wake_server()
@@ -232,31 +233,30 @@ class Host:
     def _note_lost(self, worker: WorkerProcess, fault: Fault) -> None:
         """Record the end of a worker that is not a rank. The others continue, and its slot is used again.
 
-        A slot in which workers fail as often as a step may, without getting anything done, is not used for a
-        while. If that holds for all slots, it is a fault of the run.
+        If workers fail in a slot as often as a step may fail, and complete no step, the slot is not used for
+        a while. If that holds for all slots, the run fails.
         """
         self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
         if fault.status is not None:
-            raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
+            raise error_with_status(fault.status, fault.cause)
         before, self._lost = self._lost, fault
         if before is not None and fault.repeats(before):
             raise RunFailed(repeated_line_message(fault))
         self._failed_starts[worker.slot] += worker.step == 0
         if self._failed_starts[worker.slot] < self.recovery.step_attempts:
             return
-        self._let_rest(worker, fault)
-        self._check_slots_left(fault)
+        self._suspend_slot(worker, fault)
+        self._check_usable_slots_left(fault)
 
-    def _check_slots_left(self, fault: Fault) -> None:
-        """Raise an error if workers have failed too often in all slots that are not a rank's."""
+    def _check_usable_slots_left(self, fault: Fault) -> None:
+        """Raise an error if workers have failed too often in all slots without a rank."""
         loose = [slot for slot in self.slots if slot not in self._members]
         if all(self._failed_starts[slot] >= self.recovery.step_attempts for slot in loose):
-            trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             workers = f"{'every' if len(loose) > 1 else 'the'} worker on {self.name}"
             times = f"{self.recovery.step_attempts} times in a row"
-            raise RunFailed(f"{trace}{workers} failed {times}: {fault.cause}")
+            raise RunFailed(f"{fault.trace_before_message}{workers} failed {times}: {fault.cause}")
 
-    def _let_rest(self, worker: WorkerProcess, fault: Fault) -> None:
+    def _suspend_slot(self, worker: WorkerProcess, fault: Fault) -> None:
         """Do not use the slot of this worker for a while."""
         self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
         self._note("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
@@ -264,21 +264,20 @@ class Host:
     def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
         """Record that a worker ended before it was ready.
 
-        After the second time its slot is not used for a while. If that holds for all slots, the host gives
-        up.
+        After the second time its slot is not used for a while. If that holds for all slots, raise an error.
         """
         if fault.status is not None:
-            raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
+            raise error_with_status(fault.status, fault.cause)
         if worker.slot in self._members:  # its peers are already waiting for it
             rank = self._members[worker.slot]
             self._faults.append(replace(fault, rank=rank, step=0, generation=self._generation))
         self._failed_starts[worker.slot] += 1
         if self._failed_starts[worker.slot] < 2:
             return
-        self._let_rest(worker, fault)
+        self._suspend_slot(worker, fault)
         if all(count >= 2 for count in self._failed_starts.values()):
-            trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
-            raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")
+            problem = f"no worker comes up on {self.name}: {fault.cause}"
+            raise RunFailed(f"{fault.trace_before_message}{problem}")
 
     def _start_missing_workers(self) -> None:
         """Start a worker in every usable slot that has none."""
@@ -287,7 +286,10 @@ class Host:
                 return  # the host must report to the leader before it tries again
 
     def _fork(self, slot: int) -> bool:
-        """Start a worker in this slot. Only the first one waits long, for the server's imports."""
+        """Start a worker in this slot. Return whether that succeeded.
+
+        Only the first call waits long, because the server is still importing.
+        """
         seconds = 2 * SERVER_SECONDS if self._server_is_ready else self.recovery.start_seconds
         began = time.monotonic()
         worker, fault = fork_worker(slot, self.start, seconds, lambda: bool(self._signals.received))
@@ -295,7 +297,7 @@ class Host:
             self._processes[slot], self._server_is_ready, self._server_silent_since = worker, True, None
         elif not self._signals.received:
             self._server_silent_since = self._server_silent_since or began
-            # Until then the machine may just be busy.
+            # Before that, the machine may just be busy.
             if time.monotonic() - self._server_silent_since > SILENT_SERVER_SECONDS:
                 self._note_failed_start(worker, fault)
         return fault is None
@@ -303,7 +305,7 @@ class Host:
     def _usable_slots(self) -> list[int]:
         """Return the slots that may be used now."""
         now = time.monotonic()
-        return [slot for slot, rests_until in self.slots.items() if rests_until <= now]
+        return [slot for slot, unused_until in self.slots.items() if unused_until <= now]
 
     def _discard(self, worker: WorkerProcess) -> None:
         """End a worker that is of no use any more. That is not a fault of the team."""
@@ -385,7 +387,7 @@ class Host:
             if leader_server:
                 leader_server.refuse(refused)
         self._recorded_refusals = len(leader.refusals)
-        self._say_what_is_missing(leader, now)
+        self._print_what_is_missing(leader, now)
         if leader_server:
             leader_server.tell(self._orders)
         return self._orders
@@ -405,28 +407,28 @@ class Host:
         self._note("refused", host=refused.host, cause=refused.why)
         print(f"refused: {refused.why}", file=sys.stderr, flush=True)
 
-    def _say_what_is_missing(self, leader: Leader, now: float) -> None:
+    def _print_what_is_missing(self, leader: Leader, now: float) -> None:
         """Print once what the run waits for, if it waits long, so that it does not look like a hang."""
         if leader.missing is None:
-            self._missing_since, self._said_missing = now, False
-        elif now - self._missing_since > SAY_SECONDS and not self._said_missing:
-            self._said_missing = True
+            self._missing_since, self._printed_missing = now, False
+        elif now - self._missing_since > SAY_SECONDS and not self._printed_missing:
+            self._printed_missing = True
             print(leader.missing, file=sys.stderr, flush=True)
 
     def _on_leader_unreachable(self) -> None:
-        """Try to reach the leader, or become it.
+        """Become the leader if it is lost, or give up after a while.
 
-        Workers that the leader takes for lost are of no use until it is reached again.
+        Workers are ended once the leader counts this host as lost, because no team uses them.
         """
         assert self.leadership is not None, "a host leads, or calls its leader"
         silence = self.leadership.silence()
         if silence > LOST_SECONDS:
             for worker in self._at_work():
                 self._discard(worker)
-        if silence < ANSWER_SECONDS:
-            self._said_missing = False
-        elif not self._said_missing:
-            self._said_missing = True
+        if silence < LEADER_ANSWER_SECONDS:
+            self._printed_missing = False
+        elif not self._printed_missing:
+            self._printed_missing = True
             waiting = f"waiting for up to {self.leadership.patience() / 60:.0f} min"
             print(f"{self.leadership.trouble()}; {waiting}", file=sys.stderr, flush=True)
         self.leader = self.leadership.take_over()
@@ -441,12 +443,11 @@ class Host:
 
     def _has_left(self, orders: Orders) -> bool:
         """Return whether this host was asked to leave, and the run continues without it."""
-        members = orders.team.members if orders.team is not None else ()
-        takes_part = any(member.host == self.name for member in members)
+        takes_part = orders.team is not None and self.name in orders.team.hosts
         return self._signals.status is not None and self.leader is None and not takes_part
 
     def _follow(self, orders: Orders) -> None:
-        """Follow the leader's orders: start workers, and put them into the team."""
+        """Start missing workers, and put workers into the team of these orders."""
         team = orders.team
         if team is not None and team.generation > self._generation:
             self._begin_generation(team)
@@ -473,7 +474,7 @@ class Host:
             if worker.generation < team.generation:
                 self._enlist(worker, team)
         elif self.loose and orders.wish == "work":
-            self._enlist(worker, team)  # perhaps for the second time, because its connection was lost
+            self._enlist(worker, team)  # possibly again, after its connection was lost
 
     def _direct_working(self, worker: WorkerProcess, team: Team, orders: Orders, late: bool) -> None:
         """Replace a worker that stays in an earlier team for too long, or pass on the leader's request."""
@@ -509,18 +510,19 @@ class Host:
     def _end(self, orders: Orders) -> int:
         """End this host after the run has ended, well or not. Return the exit status."""
         self._tell_other_hosts(orders)
-        if not orders.message:
-            for worker in self._processes.values():
-                worker.send(worker_messages.Leave())
-            deadline = time.monotonic() + 10.0
-            while time.monotonic() < deadline and any(
-                worker.process.is_alive() for worker in self._processes.values()
-            ):
-                self._listen()
-            return self._signals.status or RESUME_ME if orders.status == RESUME_ME else orders.status
-        if orders.status == RESUME_ME:
+        if orders.message and orders.status == RESUME_ME:
             raise self._cut_short(orders.message)
-        raise UserError(orders.message) if orders.status == UserError.status else RunFailed(orders.message)
+        if orders.message:
+            raise error_with_status(orders.status, orders.message)
+        workers = list(self._processes.values())
+        for worker in workers:
+            worker.send(worker_messages.Leave())
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while time.monotonic() < deadline and any(worker.process.is_alive() for worker in workers):
+            self._listen()
+        if orders.status == RESUME_ME:
+            return self._signals.status or RESUME_ME
+        return orders.status
 
     def _cut_short(self, cause: str) -> Exception:
         return cut_short(cause, self._newest_saved(), self._step > 0, self._signals.status or RESUME_ME)
@@ -541,34 +543,32 @@ class Host:
     def _watch_for_hangs(self) -> None:
         """Record hangs, and end the workers that cause them."""
         for worker in [worker for worker in self._at_work() if worker.loose and not worker.discarded]:
-            if alone := find_hang([worker], self.recovery, other_hosts=False):
-                self._note_lost(worker, record_hang(alone, [worker], self.logs, self._generation))
+            if hang := find_hang([worker], self.recovery, other_hosts=False):
+                self._note_lost(worker, record_hang(hang, [worker], self.logs, self._generation))
                 self._discard(worker)
-        working = self._working()
-        hang = (
-            None if self._present_faults() else find_hang(working, self.recovery, self.leadership is not None)
-        )
-        if hang is None:
+        if self._present_faults():
             return
-        self._faults.append(record_hang(hang, working, self.logs, self._generation))
-        for worker in hang.culprits:
-            self._discard(worker)
+        working = self._working()
+        if hang := find_hang(working, self.recovery, self.leadership is not None):
+            self._faults.append(record_hang(hang, working, self.logs, self._generation))
+            for worker in hang.culprits:
+                self._discard(worker)
 
     def _has_begun(self) -> bool:
-        """Return whether workers train, have trained, or are asked for something else."""
+        """Return whether workers train or have trained, or the leader wants something else than work."""
         training = any(worker.phase not in ("build", "restore") for worker in self._at_work())
         return training or bool(self._statuses) or self._orders.wish != "work"
 
     def _answer_signals(self) -> None:
         """Pass a request to stop on to the workers, so that all stop after the same step and save.
 
-        They have as much time as they need: only the sender of the signal knows the limit. Workers that make
-        no progress are a hang.
+        There is no time limit here: only the sender of the signal knows how long it will wait. Workers that
+        make no progress count as hung.
         """
         if self.leader is None or not self._signals.received:
             return
-        waits = self.leader.missing is not None and not self._at_work()
-        if waits or not self._has_begun():  # all that was trained is saved
+        waits_for_workers = self.leader.missing is not None and not self._at_work()
+        if waits_for_workers or not self._has_begun():  # there is nothing new to save
             raise Stopped(self._signals.status or RESUME_ME)
         if self._orders.wish == "work" and self._orders.team is not None:
             self.leader.orders = replace(self._orders, wish="stop")

@@ -1,4 +1,4 @@
-"""What a host tells the leader about itself before its first report, and why the leader may refuse it.
+"""The description that a host sends to the leader before its first report, and the reasons to refuse a host.
 
 The hosts of one run must use the same software, job and data. The leader compares them before a host can join
 a team, because a team with a wrong host would fail on every host. A refused host ends with the reason, and
@@ -42,13 +42,13 @@ class HostDescription:
     def to_json(self) -> Json:
         """Return the message to the leader.
 
-        Its key distinguishes it from a report, which is the first message of older hosts.
+        The key distinguishes it from a report, which is the first message of hosts of older versions.
         """
         return {"newcomer": asdict(self)}
 
     @classmethod
     def from_json(cls, value: object) -> HostDescription:
-        """Return the description in a received message. Raise a ValueError if it is another message."""
+        """Return the description in a received message. Raise a ValueError if the message has none."""
         description = value.get("newcomer") if isinstance(value, dict) else None
         return _DESCRIPTION.validate_json(json.dumps(description), strict=True)
 
@@ -65,7 +65,8 @@ def refusal_reason(run: HostDescription, newcomer: HostDescription) -> str | Non
     """
     host = newcomer.host
     if newcomer.version != run.version:
-        return different_version(host, newcomer.version, run.version)
+        versions = f"host {host} has shardwise {newcomer.version}, and the run has shardwise {run.version}"
+        return f"{versions}: {_SAME_VERSION}"
     if newcomer.torch.partition("+")[0] != run.torch.partition("+")[0]:
         return f"host {host} has torch {newcomer.torch}, and the run has torch {run.torch}: {_SAME_VERSION}"
     if differences := _differences(run.job, newcomer.job, host):
@@ -79,12 +80,6 @@ def refusal_reason(run: HostDescription, newcomer: HostDescription) -> str | Non
             f"Give every host the same files at {run.job.get('data.source', 'data.sources')}"
         )
     return None
-
-
-def different_version(host: str, its_version: str, version_of_run: str) -> str:
-    """Return why a host with another version of shardwise is refused."""
-    versions = f"host {host} has shardwise {its_version}, and the run has shardwise {version_of_run}"
-    return f"{versions}: {_SAME_VERSION}"
 
 
 def _differences(run: dict[str, str], newcomer: dict[str, str], host: str) -> str:

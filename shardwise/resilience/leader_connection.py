@@ -1,4 +1,4 @@
-"""How hosts communicate: each host sends its report to the leader again and again, and receives orders.
+"""Communication between hosts: each host repeatedly sends a report to the leader and receives orders.
 
 Each host has one connection (channel.py) with one line each way per call. If anything goes wrong with it (a
 broken cable, a leader that is not there yet), the host closes the connection and opens another. Reports and
@@ -6,7 +6,7 @@ orders are complete in themselves, so nothing is lost. The leader keeps only the
 and the time at which it arrived. Clocks are not compared.
 
 The first message of a host on each connection describes the host (host_description.py). A host that does not
-fit the run is answered with orders to end, which say why, and none of its reports reaches the leader.
+fit the run gets orders to end, which contain the reason, and its reports do not reach the leader.
 
 Anyone may connect. A caller that has not proven that it knows the run's secret has a few seconds and a few
 hundred bytes, the number of such callers is limited, and nothing that they send is processed.
@@ -34,7 +34,7 @@ from shardwise.resilience.channel import (
     greeted_version,
     greeting,
 )
-from shardwise.resilience.host_description import HostDescription, different_version, refusal_reason
+from shardwise.resilience.host_description import HostDescription, refusal_reason
 from shardwise.resilience.team import Orders, Refusal, Report
 
 REPLY_SECONDS = 3.0
@@ -44,7 +44,7 @@ HELLO_SECONDS = 5.0
 IDLE_SECONDS = 60.0
 """Seconds after which the connection of a host that does not call is closed."""
 MAX_UNKNOWN_CALLERS = 64
-"""Maximum number of callers that have not proven it yet. A new one replaces the oldest."""
+"""Maximum number of callers that have not proven that they know the secret. A new one replaces the oldest."""
 _REFUSED = b"refused\n"
 
 
@@ -68,7 +68,7 @@ class LeaderServer:
         self._credentials = credentials
         self._callers: set[asyncio.StreamWriter] = set()
         self._unknown_callers: dict[asyncio.StreamWriter, None] = {}
-        """Callers that have not proven yet that they know the secret, the oldest first."""
+        """Callers that have not proven that they know the secret, in the order in which they came."""
         try:
             self._listener = listen(address, port)
         except OSError as error:
@@ -95,13 +95,13 @@ class LeaderServer:
         return refusals
 
     def refuse(self, refused: Refusal) -> None:
-        """Answer this host with orders to end from now on."""
+        """From now on, answer this host with orders to end."""
         with self._lock:
             self._refused[refused.host] = refused
             self._reports.pop(refused.host, None)
 
     def tell(self, orders: Orders) -> None:
-        """Answer every host with these orders from now on."""
+        """From now on, answer every host with these orders."""
         if orders is self._orders:
             return
         self._orders = orders
@@ -178,15 +178,14 @@ class LeaderServer:
         """Return why the host that sent this first message may not take part in the run; None if it may."""
         try:
             newcomer = HostDescription.from_json(message)
-            host, workers, why = newcomer.host, newcomer.workers, refusal_reason(self._description, newcomer)
         except ValueError:
             report = _report(message)  # older hosts, which do not send their version, begin with a report
-            host, workers = report.host, len(report.slots)
             older = "of an older version, which does not say its number"
-            why = different_version(host, older, self._description.version)
+            newcomer = HostDescription(report.host, older, workers=len(report.slots))
+        why = refusal_reason(self._description, newcomer)
         if why is None:
             return None
-        refused = Refusal(host, workers, why)
+        refused = Refusal(newcomer.host, newcomer.workers, why)
         with self._lock:
             self._new_refusals.append(refused)
         return refused
@@ -223,11 +222,9 @@ class LeaderClient:
         self.local_address = ""
         """Address of this host as the leader sees it, once it has connected."""
         self.refused = False
-        """Whether the last call was answered by a host that does not know this run's secret, or has an older
-        version.
-        """
+        """Whether the last call failed because the other end has another secret or an older version."""
         self.older = False
-        """Whether that was a leader whose shardwise does not send its version."""
+        """Whether the leader has an older version, which it does not send."""
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._received = b""
@@ -241,7 +238,7 @@ class LeaderClient:
             channel = self._channel or self._connect(deadline)
             if self._refused_by is not None:
                 return self._refused_by
-            self._send(_fitting(channel, report), deadline)
+            self._send(_report_line(channel, report), deadline)
             orders = Orders.from_json(channel.message(self._line(deadline)))
         except UntrustedMessage:
             self.refused = True
@@ -297,8 +294,8 @@ class LeaderClient:
         return line
 
 
-def _fitting(channel: Channel, report: Report) -> bytes:
-    """Return the line of a report, without the traces of its faults if they are too long for a line."""
+def _report_line(channel: Channel, report: Report) -> bytes:
+    """Return the line that sends a report, without the traces of its faults if they do not fit."""
     try:
         return channel.line(report.to_json())
     except MessageTooLong:

@@ -1,4 +1,4 @@
-"""The file in the run's folder that says where the leader is, and which secret the hosts of the run share.
+"""The file in the run's folder with the address of the leader and the secret of the run.
 
 The first host creates a new secret for every run and writes it with its address into `meeting.json`, which
 only this user can read. Other hosts read it there. If hosts do not share a folder, SHARDWISE_SECRET contains
@@ -55,7 +55,8 @@ class LeaderRecord:
 class LeaderFile:
     """The file as one host sees it.
 
-    `given` is the secret of the environment, and `first` the address and port that the launcher names.
+    `given` is the secret from the environment, if there is one. `first` is the address and the port of the
+    first node, which the launcher names.
     """
 
     def __init__(self, folder: Path, host: str, run: str, given: str | None, first: tuple[str, int]) -> None:
@@ -68,7 +69,7 @@ class LeaderFile:
         self._seen: LeaderRecord | None = None
         self._seen_at = time.monotonic()
         self._left_over = self.read()
-        """Contents before this host started, perhaps of a run that is over."""
+        """Contents when this host started. They may belong to a run that is over."""
 
     def read(self) -> LeaderRecord | None:
         """Return the contents now; None if there is no complete file."""
@@ -81,11 +82,10 @@ class LeaderFile:
         return record
 
     def find(self, attempt: int = 0) -> tuple[str, int, Credentials | None]:
-        """Return the address and port of the leader, and the credentials that it will ask for, if they are
-        known.
+        """Return the address and port of the leader, and the credentials for it if they are known.
 
-        Hosts with a given secret may not share a folder, and the file in their own folder may belong to an
-        earlier run. Every second attempt of such a host goes to the address that the launcher names.
+        Hosts with a given secret may not share a folder, and the file in their folder may belong to an
+        earlier run. For every second attempt, such a host therefore gets the address that the launcher names.
         """
         record = self.read() or self._seen
         address, port = self._first
@@ -110,14 +110,14 @@ class LeaderFile:
         return self.read() not in (None, self._left_over)
 
     def leader_is_silent(self) -> bool:
-        """Return whether the file has not changed for so long that the leader must be gone."""
+        """Return whether the file has not changed for `SILENT_SECONDS`, so that the leader counts as lost."""
         return self.has_news() and time.monotonic() - self._seen_at > SILENT_SECONDS
 
     def still_leads(self, on_deleted: Callable[[], None] = lambda: None) -> bool:
         """Write a heartbeat if it is time. Return False if another host has taken over meanwhile.
 
-        If the file was deleted, perhaps with the run's folder, `on_deleted` is called and the file written
-        again.
+        If the file was deleted, for example with the run's folder, `on_deleted` is called and the file is
+        written again.
         """
         now = time.monotonic()
         if now - self._written_at < BEAT_SECONDS:
@@ -142,11 +142,11 @@ class LeaderFile:
 
     def _write(self, record: LeaderRecord) -> None:
         """Write the file completely or not at all, readable by this user only."""
-        part = self.path.with_name(f".{FILE}.{self._host}")
-        part.unlink(missing_ok=True)
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        partial = self.path.with_name(f".{FILE}.{self._host}")
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as stream:
             json.dump(asdict(record), stream)
-        part.replace(self.path)
+        partial.replace(self.path)
         self._written = record
         self._written_at = time.monotonic()

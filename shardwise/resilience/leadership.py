@@ -1,6 +1,4 @@
-"""One host's link to the other hosts of its run: it leads them, or calls their leader, or takes over
-from it.
-"""
+"""One host's link to the other hosts of its run: it leads them, calls their leader, or replaces it."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from shardwise.resilience.first_node_file import FirstNodeFile, FirstNodeStatus
 from shardwise.resilience.host_description import HostDescription
 from shardwise.resilience.leader_connection import LeaderClient, LeaderServer
 from shardwise.resilience.leader_file import SILENT_SECONDS, LeaderFile
+from shardwise.resilience.stopping import error_with_status
 from shardwise.resilience.team import Leader, Orders, Report
 from shardwise.resilience.team_store import FindPort, open_store
 
@@ -65,8 +64,8 @@ class Leadership:
         self._locks, self._resources = ExitStack(), ExitStack()
         """Locks of the run's folders, and other things that end with this host's leadership."""
         self._folder_in_use: UserError | None = None
-        """Why this host does not lead: another process uses the folder. None once the leader of that run has
-        answered.
+        """Error that another process uses the folder, so that this host does not lead. None after the leader
+        of that run has answered.
         """
         self._last_orders: Orders | None = None
         self._answered = self._accepted = time.monotonic()
@@ -91,11 +90,11 @@ class Leadership:
         try:
             self._leader_file.announce(*self._first)
         except OSError as error:
-            raise UserError(self._unwritten(error)) from None
+            raise UserError(self._unwritable(error)) from None
         return self._make_leader(self._resources.enter_context(open_store(self.address)))
 
     def take_over(self) -> Leader | None:
-        """Lead the run in place of its leader, if that is lost and no other host is quicker."""
+        """Lead the run if its leader is lost and no other host has taken over. Otherwise return None."""
         now = time.monotonic()
         if self._last_orders is None or self.silence() < SILENT_SECONDS or now - self._tried < TRY_SECONDS:
             return None
@@ -108,16 +107,16 @@ class Leadership:
         except UserError:
             return None
         try:
-            self._announce_oneself()
+            self._announce_this_host()
         except OSError as error:  # for example a full disk; the first host that can write leads
-            self._let_go()
-            self._say_once(f"no host can lead this run on: {self._unwritten(error)}")
+            self._stop_leading()
+            self._print_once(f"no host can lead this run on: {self._unwritable(error)}")
             return None
         leader = self._make_leader(self._resources.enter_context(open_store(self.address)))
         leader.take_over(self._last_orders, self._description.host, former.leader, time.monotonic())
         return leader
 
-    def _announce_oneself(self) -> None:
+    def _announce_this_host(self) -> None:
         """Accept calls from the other hosts, and write the address for them."""
         _, _, credentials = self._leader_file.find()
         assert credentials is not None, "this host has called a leader"
@@ -127,11 +126,11 @@ class Leadership:
             self.leader_server = LeaderServer(self.address, 0, credentials, self._description)
         self._leader_file.announce(self.address, self.leader_server.port)
 
-    def _unwritten(self, error: OSError) -> str:
+    def _unwritable(self, error: OSError) -> str:
         file = f"{self._leader_file.path}, where hosts look for their leader,"
         return f"{file} cannot be written ({error.strerror}); make room there"
 
-    def _let_go(self) -> None:
+    def _stop_leading(self) -> None:
         """Stop leading: accept no more calls, and release the run's folder."""
         if self.leader_server is not None:
             self.leader_server.close()
@@ -139,7 +138,7 @@ class Leadership:
         self._resources.close()
         self._locks.close()
 
-    def _say_once(self, text: str) -> None:
+    def _print_once(self, text: str) -> None:
         """Print a text, unless it was printed before."""
         if text not in self._printed:
             self._printed.add(text)
@@ -162,7 +161,7 @@ class Leadership:
             return replace(orders, message=message)
         if self._folder_in_use is not None:
             self._folder_in_use = None
-            self._say_once(
+            self._print_once(
                 f"this run has begun already, led by {self._client.address}:{self._client.port}, and this "
                 "host takes part in it. If another run was meant, stop this one and give it another "
                 "run.folder"
@@ -190,7 +189,7 @@ class Leadership:
         try:
             self._locks.enter_context(self._hold())
         except UserError as error:
-            self._say_once(
+            self._print_once(
                 f"warning: the run's folder was deleted, and others are not kept out of the new one: {error}"
             )
 
@@ -251,7 +250,7 @@ class Leadership:
         """Raise an error once there is no hope that a leader will answer."""
         failed = self._failed_first_node()
         if failed is not None and (not self._first_node.is_left_over() or self.silence() > self.patience()):
-            raise (UserError if failed.status == UserError.status else RunFailed)(self.trouble())
+            raise error_with_status(failed.status, self.trouble())
         if self.silence() > self.patience():
             raise self._folder_in_use or RunFailed(self.trouble())
         if time.monotonic() - self._accepted > REFUSED_SECONDS:
@@ -262,4 +261,4 @@ class Leadership:
         if self.leader_server is not None and self.leader_server.has_ended():
             self._leader_file.remove()
         self._client.close()
-        self._let_go()
+        self._stop_leading()

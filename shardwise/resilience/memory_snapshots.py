@@ -1,10 +1,10 @@
 """Copies of each rank's state in a neighbour's memory, so that a lost worker needs no read from storage.
 
-Every few steps a rank saves a snapshot of its own state and sends it to a neighbour, which is half the world
-away and so on another host if there are several. It keeps its own last two snapshots and two of the other
-neighbour. When a worker is lost, the other workers keep their processes and so their snapshots. The newest
-step for which the snapshots of all ranks still exist is restored, and only the snapshots of lost ranks cross
-the network. Two are kept because a failure during the exchange leaves the newer one incomplete.
+Every few steps a rank takes a snapshot of its own state and sends it to the rank that is half the world away,
+and so on another host if there are several. It receives a snapshot in the same way, and keeps the last two of
+both. When a worker is lost, the other processes still have their snapshots. The newest step of which the
+snapshots of all ranks exist is restored, and only the snapshots of lost ranks cross the network. Two are kept
+because a failure during an exchange leaves the newer one incomplete.
 
 The cost is four times a rank's weights and optimizer state in host memory, one copy per snapshot during the
 step, and one message to the neighbour in the background. It works as long as the layout stays the same; with

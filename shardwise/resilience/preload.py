@@ -2,12 +2,10 @@
 
 The server does not collect garbage; its workers do. Importing torch creates hundreds of thousands of objects
 and hardly any garbage, and the search for it took a sixth of the server's time. In a worker, imported objects
-count as permanent: its collections look only at what the worker created, and do not touch the memory pages
-that all workers share.
+are frozen: collections look only at objects that the worker created, and do not touch the memory pages that
+all workers share.
 
-The server and its workers end with the command that started them, however that ended and whatever they are
-doing: the kernel kills them (PR_SET_PDEATHSIG, Linux). That includes stopped processes, which would not
-notice a closed pipe.
+The kernel kills the server and its workers when the command that started them ends (stopping.py).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _forking: list[int] = []
 
 def _begin_worker() -> None:
     signal_on_death_of_parent()
-    if os.getppid() != _forking[0]:  # the parent died before the line above took effect
+    if os.getppid() != _forking[0]:  # the parent died before the line above was executed
         os._exit(1)
     gc.freeze()
     gc.enable()

@@ -1,9 +1,9 @@
-"""How a run is asked to stop, and the exit statuses that say that it did.
+"""Signals that ask a run to stop, and the exit statuses of a stopped run.
 
 Schedulers send signals to every process of a job, often more than once: SIGTERM from Slurm and Kubernetes,
 SIGUSR1 as an early warning (`sbatch --signal=USR1@60`), SIGHUP from a terminal that closes, SIGINT from
 Ctrl-C. torchrun and `timeout` forward signals that their children have already received. All of them ask for
-the same: finish the step, save, and exit with a status that says so. One process handles them for a run, its
+the same: finish the step, save, and exit with a status that says so. One process of a run handles them, the
 host: the fork server blocks these signals (fork_server.py), and workers report them to their host
 (worker_link.py). A worker of another launcher handles them itself, and all ranks stop together.
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from shardwise.errors import RunFailed
+from shardwise.errors import RunFailed, UserError
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: the state is saved, and the same command continues from it."""
@@ -35,12 +35,20 @@ SAME_REQUEST_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
+_AT_ONCE = "stopped at once; what was saved is kept"
+
+
 class Stopped(Exception):
     """The run was asked to stop, and there is nothing to save, or no worker left that could save."""
 
-    def __init__(self, status: int, message: str = "stopped at once; what was saved is kept") -> None:
+    def __init__(self, status: int, message: str = _AT_ONCE) -> None:
         super().__init__(message)
         self.status = status
+
+
+def error_with_status(status: int, message: str) -> UserError:
+    """Return the error that ends the command with this exit status: the user's mistake, or a failed run."""
+    return UserError(message) if status == UserError.status else RunFailed(message)
 
 
 def cut_short(cause: str, saved: int | None, stepped: bool, status: int) -> Exception:
@@ -115,39 +123,39 @@ def handle_stop_signals(handler: signal.Handlers | Callable[[int, FrameType | No
 def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
     """Exit at once if a signal comes inside the `with` block, before the command itself handles signals.
 
-    The command has started nothing and has nothing to save then. `for_this_command` says whether the command
-    is one that ends with these statuses.
+    At that time the command has started nothing and has nothing to save. `for_this_command` says whether the
+    command is one that ends with these statuses.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
-        os.write(2, b"stopped at once; what was saved is kept\n")
+        os.write(2, f"{_AT_ONCE}\n".encode())
         os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
     # Only the main thread may set signal handlers.
     may_set = for_this_command and threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if may_set else {}
-    if before:
+    handlers_before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if may_set else {}
+    if may_set:
         handle_stop_signals(leave)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             if signal.getsignal(number) is leave:
                 signal.signal(number, handler)
 
 
 def stop_signals_as_bytes() -> int:
-    """Let the signals be written to a pipe, one byte each, and return the reading end.
+    """Let Python write each signal to a pipe as one byte. Return the reading end of the pipe.
 
     The signal handler in C writes them, so a thread that reads the pipe learns of them even if the main
-    thread is stuck. Signals that were blocked since this process was forked come now.
+    thread is stuck. Signals that arrived while they were blocked are delivered now.
     """
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     handle_stop_signals(lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    return reads
+    return reading_end
 
 
 def signal_on_death_of_parent(number: int = signal.SIGKILL) -> None:

@@ -1,14 +1,14 @@
-"""Which workers train together, and how the leader decides it.
+"""Decide which workers train together.
 
 A *host* is one machine with a few *slots*, each for one worker. A *team* is a set of slots that train
 together under one layout; its number is its *generation*. When a team breaks (a worker died or hung, or a
 host was lost) or can grow, the next generation is formed from the slots that are available, and continues
 from the newest state.
 
-One host leads: the one that the others call. `Leader` contains only its decisions: it is told what each host
-reports and what time it is, and says which team there should be. It starts no process and opens no socket, so
-every case can be tested. Having one leader also keeps a run from splitting into two: hosts that cannot reach
-the leader do not train.
+One host leads, and the others call it. `Leader` contains only its decisions: from the reports of the hosts
+and the time, it decides which team there should be. It starts no process and opens no socket, so every case
+can be tested. A run has one leader so that it cannot split into two: hosts that cannot reach the leader do
+not train.
 
 If the leader is lost, another host takes over (leader_file.py). Its `Leader` begins with the last orders that
 all hosts received, waits until the hosts of that team have called or are lost, and forms the next team.
@@ -75,6 +75,11 @@ class Fault:
     own_line: str = ""
     """Line of the user's code in which the exception was raised, if it was raised there (user_code.py)."""
 
+    @property
+    def trace_before_message(self) -> str:
+        """The traceback and a line end, to be printed before a message; empty if there is no traceback."""
+        return f"{self.trace.rstrip()}\n" if self.trace else ""
+
     def repeats(self, other: Fault) -> bool:
         """Return whether the same line of the user's code failed in the same step, so that it will fail
         again.
@@ -131,7 +136,7 @@ class Report:
     generation: NonNegativeInt = 0
     """Newest team that its workers know."""
     idle: bool = True
-    """Whether all its workers have left that team."""
+    """Whether none of its workers is in that team now."""
     step: NonNegativeInt = 0
     """Last step that this team has completed; 0 if none."""
     faults: tuple[Fault, ...] = ()
@@ -223,7 +228,7 @@ class Leader:
         self.faults: list[Fault] = []
         """All faults so far, one for each team that broke: its first cause."""
         self._failed_attempts: list[Fault] = []
-        """Faults of teams that had really started. Each is a failed attempt at its step."""
+        """Faults that count as a failed attempt at their step."""
         self._noticed = (0, 0.0)
         """Generation that broke last, and the time at which the leader first learned of it."""
         self._known_generations: dict[str, int] = {}
@@ -240,9 +245,9 @@ class Leader:
         self.refusals: list[Refusal] = []
         """Hosts that failed before their first step in a run that trains. The run continues without them."""
         self._proven: set[str] = set()
-        """Hosts that were in a team that completed a step."""
+        """Hosts of any team that completed a step."""
         self._new_host_faults: dict[str, int] = {}
-        """Number of faults of each host that is not among them."""
+        """For each host without such a team, the number of its faults."""
         self._refused_workers = 0
         """Number of workers of hosts that were refused before the first team was formed."""
         self._awaited: dict[str, float] = {}
@@ -254,7 +259,7 @@ class Leader:
         Continue from its last orders, as soon as the other hosts have called or are lost too.
         """
         self.orders = replace(orders, wish="work") if orders.wish in ("work", "regroup") else orders
-        hosts = {member.host for member in orders.team.members} if orders.team else set()
+        hosts = orders.team.hosts if orders.team else set()
         self._awaited = dict.fromkeys(hosts - {this_host, former_leader}, now + LOST_SECONDS)
         self._reached = orders.team.reached if orders.team else 0
 
@@ -313,7 +318,7 @@ class Leader:
             self._proven |= hosts
         present = self._reports_of(team)
         done = [report.done for report in present if report.done is not None]
-        if faults := self._faults_of(team, hosts):
+        if faults := self._faults_of(team):
             self._handle_faults(team, faults, now)
         elif len(done) == len(hosts):
             self.orders = replace(self.orders, wish="end", status=max(done))
@@ -327,11 +332,11 @@ class Leader:
         reports = (self._reports[name][0] for name in team.hosts & self._reports.keys())
         return [report for report in reports if report.generation == team.generation]
 
-    def _faults_of(self, team: Team, hosts: set[str]) -> list[Fault]:
+    def _faults_of(self, team: Team) -> list[Fault]:
         """Return the faults of this team: those reported, and those of lost hosts."""
         reported = [fault for report, _ in self._reports.values() for fault in report.faults]
         faults = [fault for fault in reported if fault.generation == team.generation]
-        faults += [_lost(team, name, self._reached) for name in hosts - self._reports.keys()]
+        faults += [_lost(team, name, self._reached) for name in team.hosts - self._reports.keys()]
         # A team that broke stays broken.
         return faults or [fault for fault in self.faults[-1:] if fault.generation == team.generation]
 
@@ -347,15 +352,15 @@ class Leader:
             self._noticed = (team.generation, now)
         if all(fault.echo for fault in faults) and self._cause_may_come(faults, now):
             return
-        if theirs := self._faults_of_new_hosts(team, faults):
-            self._handle_fault_of_new_host(team, theirs[0], now)
+        if new_host_faults := self._faults_of_new_hosts(team, faults):
+            self._handle_fault_of_new_host(team, new_host_faults[0], now)
             return
         fatal = [fault for fault in faults if fault.status is not None]
         first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
         self._count_fault(team, first)
         reason = self._reason_to_end(first)
         if reason is None:
-            self._form(now, self._to_recover_from(self.faults[-1]))
+            self._form(now, self._with_start_of_recovery(self.faults[-1]))
         else:
             status, message = reason
             self.orders = replace(self.orders, wish="end", status=status, message=message)
@@ -365,7 +370,7 @@ class Leader:
         if self.faults and self.faults[-1].generation == fault.generation:
             return
         self.faults.append(fault)
-        if self._was_attempt(team, fault):
+        if self._is_failed_attempt(team, fault):
             self._failed_attempts.append(fault)
             self._without_progress = 0 if fault.step > self._furthest else self._without_progress + 1
             self._furthest = max(self._furthest, fault.step)
@@ -390,15 +395,16 @@ class Leader:
         return None
 
     def _faults_of_new_hosts(self, team: Team, faults: list[Fault]) -> list[Fault]:
-        """Return the faults that began on new hosts, those after which another attempt cannot help first."""
+        """Return the faults that began on new hosts. Those that another attempt cannot mend come first."""
         new_hosts = self._new_hosts(team)
-        theirs = [fault for fault in faults if not fault.echo and _host_of(team, fault) in new_hosts]
-        return sorted(theirs, key=lambda fault: (fault.status is None, fault.at))
+        matching = [fault for fault in faults if not fault.echo and _host_of(team, fault) in new_hosts]
+        return sorted(matching, key=lambda fault: (fault.status is None, fault.at))
 
     def _new_hosts(self, team: Team) -> set[str]:
-        """Return the hosts of a team without a completed step that were never in a team with one.
+        """Return the hosts of a team that are new to the run, if the team has not completed a step.
 
-        The set is empty if no other host of the team was. A failure of a new host is not one of the run.
+        A host is new if none of its teams has completed a step. If all hosts are new, the set is empty. A
+        failure of a new host does not count as a failure of the run.
         """
         hosts = team.hosts
         return hosts - self._proven if hosts & self._proven and not self._has_stepped(team) else set()
@@ -418,19 +424,19 @@ class Leader:
                 why = f"{problem}: {fault.cause}"
                 self.refusals.append(Refusal(host, workers, why, fault.status or RunFailed.status))
                 self._reports.pop(host, None)
-        self._form(now, self._to_recover_from(self.faults[-1]))
+        self._form(now, self._with_start_of_recovery(self.faults[-1]))
 
-    def _was_attempt(self, team: Team, fault: Fault) -> bool:
-        """Return whether the team had really started when it broke.
+    def _is_failed_attempt(self, team: Team, fault: Fault) -> bool:
+        """Return whether the fault counts as a failed attempt at its step.
 
-        If not, one of its hosts was gone before it knew of the team. That does not count as a second failure
-        after the one for which the team was formed.
+        The loss of a host that did not know of the team yet does not count: the team had not really started,
+        and the fault for which it was formed has already been counted.
         """
         if fault.kind != "host lost":
             return True
         return self._known_generations.get(_host_of(team, fault), 0) >= team.generation
 
-    def _to_recover_from(self, fault: Fault) -> Fault:
+    def _with_start_of_recovery(self, fault: Fault) -> Fault:
         """Return the fault with the time at which recovery began.
 
         Waiting for workers is part of the recovery, and so is a team that was formed to recover from an
@@ -558,9 +564,8 @@ def _failed_attempts_message(faults: list[Fault]) -> str:
     last = faults[-1]
     who = "" if last.rank is None else f" (rank {last.rank})"
     where = f"step {last.step}" if last.step else "the start, before the first step,"
-    trace = f"{last.trace.rstrip()}\n" if last.trace else ""
     data = f"; it had {last.reads}" if last.reads else ""
     return (
-        f"{trace}{where} failed {len(faults)} times in a row, so the run stops instead of trying it forever. "
-        f"The last time{who}: {last.cause}{data}"
+        f"{last.trace_before_message}{where} failed {len(faults)} times in a row, so the run stops instead "
+        f"of trying it forever. The last time{who}: {last.cause}{data}"
     )

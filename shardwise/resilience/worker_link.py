@@ -1,14 +1,15 @@
 """A worker's link to its host: it receives teams and requests, and reports progress (worker_messages.py).
 
-A worker reports progress and not life, because a worker that waits forever in a collective is alive and
-useless: the host counts the time since the last completed step. A thread receives messages, because the main
+A worker reports progress, because being alive proves nothing: a worker that waits forever in a collective is
+alive. The host measures the time since the last completed step. A thread receives messages, because the main
 thread may be stuck. It answers a request for stacks with the stack of every thread and the last collective,
 reports signals that ask to stop, and ends the process if the host is gone. A process that cannot answer is
 stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log on
 SIGQUIT.
 
-A worker of another launcher (torchrun, srun) has no host of shardwise: `WorkerLink` itself gives it one team
-and reports nothing. Only this worker receives its signals, and its peers learn of them in the next step.
+A worker of another launcher (torchrun, srun) has no host of shardwise. `WorkerLink`, the base class, gives it
+one team and reports nothing. Only this worker receives its signals, and its peers learn of them in the next
+step.
 """
 
 from __future__ import annotations
@@ -58,26 +59,23 @@ LONGEST_CAUSE, LONGEST_TRACE = 2000, 8000
 
 
 class WorkerLink:
-    """A worker's link to what supervises it. This base class is for workers that shardwise did not start.
-
-    Such a worker has one team, and nothing to report to.
-    """
+    """The link of a worker that another launcher started. It has one team, and reports to nobody."""
 
     recovers = False
-    """Whether a fault leads to another team."""
+    """Whether another team is formed after a fault."""
 
     def __init__(self, worker: Worker, plan: Plan, signals: CollectSignals | None = None) -> None:
         members = tuple(Member(worker.address, rank) for rank in range(worker.world))
         team = Team(worker.generation, members, plan, worker.address, worker.port, "", present_time())
-        self._only: tuple[Worker, Team] | None = (worker, team)
+        self._single_team: tuple[Worker, Team] | None = (worker, team)
         self._signals = signals or CollectSignals()
         self.reached = 0
         """Number of the last completed step."""
 
     def next_team(self) -> tuple[Worker, Team] | None:
         """Return the next team to train with, and this worker's place in it; None if the run has ended."""
-        only, self._only = self._only, None
-        return only
+        team, self._single_team = self._single_team, None
+        return team
 
     def progress(self, phase: Phase, step: int) -> None:
         """Report that this phase began, or that this step is completed."""

@@ -1,4 +1,4 @@
-"""Messages between a host and its workers, over the pipe that the host created: one frozen value each.
+"""Messages between a host and its workers: one frozen value each, sent through a pipe.
 
 Both ends belong to shardwise and are on one machine, so messages are pickled. Messages between hosts
 (`Report` and `Orders` in team.py) cross a network and are JSON.
@@ -13,7 +13,7 @@ from shardwise.mesh import Worker
 from shardwise.resilience.team import Fault, Team
 
 Phase = Literal["build", "restore", "step", "wait", "meet", "evaluate", "save", "end"]
-"""Phase of a worker. `wait` and `meet` are inside a step: waiting for gradients, and for other groups."""
+"""What a worker is doing. `wait` (for gradients) and `meet` (other groups) are parts of a step."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Reads:
-    """The rows of every global batch that the worker reads; reported if it dies."""
+    """The rows of every global batch that a worker reads. They are named in the message if it dies."""
 
     rows: str
 
@@ -85,7 +85,7 @@ class JoinTeam:
 
 @dataclass(frozen=True)
 class ReportStacks:
-    """Answer with your stacks, because no step was completed for too long."""
+    """Send the stacks of all threads, because no step was completed for too long."""
 
 
 @dataclass(frozen=True)

@@ -53,15 +53,15 @@ class WorkerProcess:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     """Durations of its last steps."""
     wished: str | None = None
-    """Last request that it was sent."""
+    """Last request that was sent to it."""
     asked_for_stacks: float | None = None
     stacks: str | None = None
-    """Its answer after it was asked for its stacks."""
+    """Its stacks, after it was asked for them."""
     fault: Fault | None = None
     hung_up: float | None = None
     """Time since which its end of the pipe is closed."""
     discarded: bool = False
-    """Whether the host has ended it because it is of no use any more."""
+    """Whether the host has ended it because it is no longer needed."""
 
     @property
     def pid(self) -> int:
@@ -97,7 +97,7 @@ def fork_worker(
     worker_pipe.close()
     if started:
         return worker, None
-    host_pipe.close()  # if it is forked later after all, it finds the pipe closed and ends
+    host_pipe.close()  # if the worker is forked later, it finds the pipe closed and ends
     server = f"the process that workers are forked from (pid {server_pid()})"
     cause = f"{server} did not answer for {seconds:.0f} s"
     return worker, Fault("failed", None, 0, cause, present_time(), 0)
@@ -109,7 +109,9 @@ def fault_of_dead_worker(worker: WorkerProcess, logs: Path) -> Fault:
     log = logs / f"rank-{worker.rank}.log"
     if code < 0:
         hint = " The machine may be out of memory." if -code == signal.SIGKILL else ""
-        cause = f"worker {worker.rank} was ended by {signal.Signals(-code).name}.{hint} Its log: {log}"
+        names = {number.value: number.name for number in signal.Signals}  # most real-time signals have none
+        ended_by = names.get(-code, f"signal {-code}")
+        cause = f"worker {worker.rank} was ended by {ended_by}.{hint} Its log: {log}"
     else:
         cause = f"worker {worker.rank} ended with status {code}. Its log: {log}"
     step = worker.step + 1 if worker.phase != "build" else 0
@@ -123,7 +125,7 @@ def fault_of_lost_peer(worker: WorkerProcess, reason: str) -> Fault:
 
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
-    """Write which process is which rank, for people and for the drill."""
+    """Write the rank and the process id of each worker to a file, for people and for the drill."""
     entries = [
         {"rank": worker.rank, "slot": worker.slot, "pid": worker.pid, "loose": worker.loose}
         for worker in workers

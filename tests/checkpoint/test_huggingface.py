@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,20 @@ def test_an_export_has_the_dtype_that_was_asked_for_and_transformers_keeps_it(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert theirs.dtype == expected
     assert torch.equal(theirs.lm_head.weight, ours.head.weight.to(expected))
+
+
+def test_every_byte_of_an_export_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, synced, sync = save(our_model(), tmp_path / "step-7"), dict[int, int](), os.fsync
+
+    def record(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    export_checkpoint(checkpoint, tmp_path / "out", shard_bytes=20_000)
+    for path in (tmp_path / "out").iterdir():
+        assert synced[path.stat().st_ino] == path.stat().st_size, path.name
 
 
 def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
 from shardwise.resilience.team import Bounds, Fault, Leader, Member, Orders, Refusal, Report, Team
 from shardwise.resilience.worker_link import HostLink
 from shardwise.resilience.worker_messages import Done, Failed, Progress, Signalled, Waiting
-from shardwise.resilience.worker_process import WorkerProcess
+from shardwise.resilience.worker_process import WorkerProcess, fault_of_dead_worker
 
 # A host leaves signals ignored, because its process is about to end.
 pytestmark = pytest.mark.usefixtures("signals_as_before")
@@ -257,6 +257,13 @@ def test_a_late_word_of_an_earlier_team_says_nothing_about_the_present_one(
     host._receive(worker, Done(0))
     report = host._report()
     assert (report.generation, report.step, report.done) == (2, step, status)
+
+
+def test_the_death_by_a_signal_without_a_name_is_a_fault_too(tmp_path: Path) -> None:
+    process = SimpleNamespace(exitcode=-(signal.SIGRTMIN + 1))
+    worker = WorkerProcess(0, cast(Any, process), multiprocessing.Pipe()[0])
+    cause = fault_of_dead_worker(worker, tmp_path).cause
+    assert f"was ended by signal {signal.SIGRTMIN + 1}." in cause
 
 
 def test_a_worker_says_a_bounded_part_of_why_it_failed() -> None:
