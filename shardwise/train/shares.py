@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shardwise.config import RANK_AXES, Layout
 
 WARM_UP = 2
-"""Number of first steps of a team whose times are ignored, because they include allocation and compilation."""
+"""Number of first steps of a team whose times are ignored: they include allocation and compilation."""
 NEWEST = 0.3
 """Weight of the newest speed in the moving mean: a single slow step moves few rows, and a lasting change
 takes effect within some steps."""
