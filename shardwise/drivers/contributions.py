@@ -217,7 +217,7 @@ def _to_message(update: Update | None) -> dict[str, Any] | None:
 
 def _from_message(message: dict[str, Any]) -> Update:
     """Return the update of a received message, in which tuples have become lists."""
-    tuples = {
+    tuples: dict[str, Any] = {
         "contributions": tuple(Contribution(**fields) for fields in message["contributions"]),
         "staleness": tuple(message["staleness"]),
         "brought": tuple(map(tuple, message["brought"])),

@@ -185,10 +185,10 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
     """Return the micro-batches of a portion of `size` rows."""
     train, dataset = training.config.train, training.dataset
     count = -(-size // (train.micro_batch or size))
-    starts = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
+    parts = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
     return [
         replace(to_batch(dataset.sequences(first, rows), training.mesh.device), first=first)
-        for first, rows in starts
+        for first, rows in parts
     ]
 
 

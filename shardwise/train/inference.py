@@ -187,7 +187,7 @@ def _ready(
     _assign(name, module, read())
     module.eval()
     uncached = _Uncached(module, model, device)
-    step = CachedLogits(module, device) if isinstance(module, Transformer) else uncached
+    step: NextLogits = CachedLogits(module, device) if isinstance(module, Transformer) else uncached
     return _with_attention_backends(step, device)
 
 
