@@ -1,8 +1,8 @@
 """The newest weights and the pushed gradients that one server holds for its workers.
 
-A worker is identified by the name of its connection. When the connection ends, a gradient that the worker
-pushed may still count, if the scheduler knows of it. It is dropped once two updates in a row do not list it:
-the first list may be older than the worker's last message to the scheduler, the second is not.
+A worker is identified by the name in its `Hello`. When its connection ends, a gradient that it pushed still
+counts if the scheduler knows of it. It is dropped when two updates in a row do not list it: the first of
+these lists may be older than the worker's last message to the scheduler, the second is not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Slices = Mapping[str, tuple[slice, ...]]
 
 
 class GradientStore:
-    """The weights and the pushed gradients of one server; all flat, in the order of its slices."""
+    """The weights and the pushed gradients of one server, as flat tensors in the order of its slices."""
 
     def __init__(self, slices: Slices, dtype: torch.dtype, codec: RowCodec | None = None) -> None:
         """`codec` decodes gradients; None: they are not encoded."""
@@ -43,15 +43,15 @@ class GradientStore:
         """Gradients of such workers that the last update did not list."""
 
     def publish(self, version: int, weights: Tensor) -> None:
-        """Send these weights to workers from now on. They must not be changed any more, because sending them
-        may take long."""
+        """Send these weights to workers from now on. The caller must not change them any more, because they
+        may be sent at any later time."""
         with self._lock:
             self._version, self._weights = version, weights
             self._lock.notify_all()
 
     def weights(self, least: int) -> tuple[int, Tensor]:
-        """Return the newest version and its weights. Waits for the version `least`: servers do not reach a
-        version at the same moment."""
+        """Return the newest version and its weights. Wait until the version is at least `least`, because
+        servers do not reach a version at the same moment."""
         with self._lock:
             self._lock.wait_for(lambda: self._version >= least or self._closed)
             if self._version < least:
@@ -66,7 +66,7 @@ class GradientStore:
 
     @property
     def pushed_bytes(self) -> int:
-        """Bytes of a gradient as it is sent."""
+        """Bytes of a gradient on the wire."""
         plain: int = self.numbers * self.dtype.itemsize
         return plain if self._codec is None else self._codec.wire_bytes(self.numbers)
 
@@ -101,9 +101,9 @@ class GradientStore:
             self._gone.add(worker)
 
     def take(self, used: Sequence[Key], brought: Iterable[Key], dropped: Iterable[Key]) -> list[Tensor]:
-        """Return the gradients of an update in the order of `used`; `give_back` ends their use.
+        """Return the gradients of an update in the order of `used`. Call `give_back` when they are summed.
 
-        Gradients in `brought` count in a later update, those in `dropped` never count.
+        Gradients in `brought` count in a later update, those in `dropped` never.
         """
         with self._lock:
             for key in dropped:
@@ -117,7 +117,7 @@ class GradientStore:
             return taken
 
     def give_back(self, taken: Iterable[Tensor]) -> None:
-        """Reuse the memory of gradients that `take` returned, which are summed now."""
+        """Let the memory of gradients that `take` returned be reused."""
         with self._lock:
             self._spare.extend(taken)
 

@@ -1,9 +1,9 @@
 """Listens for the workers of a parameter server, and answers their messages.
 
-Each worker has a thread. One thread authenticates all new connections, so that a flood of unknown callers
-costs at most `MAX_STRANGERS` connections and no threads. Pulled weights and pushed gradients are in the
-`GradientStore`; the first server has a `Scheduler` too, which hands out portions of the data. The server's
-main thread takes the next update from the scheduler and the store, and publishes new weights.
+Each worker has a thread. One more thread authenticates all new connections, so that a flood of unknown
+callers costs at most `MAX_STRANGERS` connections and no threads. The `GradientStore` holds the weights and
+the pushed gradients. The first server also has a `Scheduler`, which hands out portions of the data. The
+server's main thread takes the next update from the scheduler and the store, and publishes new weights.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardwise.resilience.channel import Credentials, UntrustedMessage
 log = logging.getLogger("shardwise")
 
 MAX_STRANGERS = 64
-"""Number of callers that may be waiting to prove that they know the secret; one more replaces the oldest."""
+"""Largest number of callers that have not yet proved to know the secret; one more replaces the oldest."""
 GREETER_SECONDS = 0.5
-"""Seconds between two looks at callers whose time is over."""
+"""Seconds between two checks for callers whose time is over."""
 
 
 class _Strangers:
-    """Callers that have not proved yet that they know the secret, the oldest first. One thread waits for all
-    of them."""
+    """Callers that have not yet proved to know the secret, the oldest first. One thread serves all of
+    them."""
 
     def __init__(self, credentials: Credentials) -> None:
         self.selector = selectors.DefaultSelector()
@@ -94,8 +94,8 @@ class Listener:
         job: str = "",
         rows: int = 1,
     ) -> None:
-        """`scheduler` is None but in the first server; `job` is a checksum of the job; `rows` is the number
-        of rows of a portion."""
+        """`scheduler` is None except in the first server; `job` is a checksum of the job; `rows` is the
+        number of rows of a portion."""
         self._credentials, self._store, self._scheduler = credentials, store, scheduler
         self._job, self._rows = job, rows
         self._listener = listen(address)
@@ -127,7 +127,7 @@ class Listener:
             strangers.selector.register(self._listener, selectors.EVENT_READ)
             while not self._closed:
                 ready = {key.fileobj for key, _ in strangers.selector.select(GREETER_SECONDS)}
-                # Answers come before a new caller, which may replace a caller that has just answered.
+                # Answers first: a new caller may replace the oldest caller, which may just have answered.
                 for wire in strangers.admitted(ready):
                     self._start_thread(wire)
                 if self._listener in ready and (stranger := self._accept()) is not None:

@@ -1,17 +1,17 @@
 """Decides for a parameter server which worker computes what next, and which gradients make the next update.
 
-The training data is a row of *portions*; a fixed number of them make a global batch. A worker asks, is handed
-the next portion, reads the weights, and brings the gradient of that portion. As many gradients as there are
-portions in a batch make an *update*; the number of updates made is the *version* of the weights. The
-*staleness* of a gradient is the version that it is applied to minus the version that it was computed with.
+The training data is a sequence of *portions*; a fixed number of them make a global batch. A worker asks for a
+portion, gets the next one, reads the weights, and brings the gradient of that portion. As many gradients as
+there are portions in a batch make an *update*; the number of updates made is the *version* of the weights.
+The *staleness* of a gradient is the version that it is applied to minus the version it was computed with.
 
 A bound on staleness gives every portion a deadline: a gradient of weights of version v has to be in update
 v + bound at the latest. The earliest deadlines go first, and an update waits if too many portions would be
 left for the updates before their deadlines. With a bound of 0, portions of the next batch are handed out only
 when this batch is complete: that is synchronous training, whichever worker computes which portion.
 
-If servers are slower than workers, gradients would pile up at the servers and become stale, and no update
-would be made sooner. So nothing is handed out while all gradients of the update after the next have arrived,
+If servers are slower than workers, gradients would pile up at the servers and become stale, and updates would
+not be made sooner. So no portion is handed out while the gradients of the next two updates have all arrived,
 with a bound or without.
 
 A portion counts once. Portions of a lost worker are handed out again before any other. If `again` is set, a
@@ -85,7 +85,7 @@ class Portions:
         """Return the portion that this worker should compute, with the present weights or newer ones; None:
         there is none for now."""
         self.lost(worker)  # it no longer computes its last portion
-        if len(self._brought) >= 2 * self.portions:  # the update that is being made, and the next
+        if len(self._brought) >= 2 * self.portions:  # all gradients of the next two updates
             return None
         pending = len(self._out) + len(self._brought)
         if pending < self._capacity():
@@ -105,7 +105,7 @@ class Portions:
         return True
 
     def lost(self, worker: Worker) -> None:
-        """Take back a worker's portions, unless another computes them too. Portions it has brought count."""
+        """Take back the portions that only this worker computes. Portions it has brought still count."""
         for portion, readers in list(self._out.items()):
             readers.pop(worker, None)
             if not readers:
@@ -113,7 +113,7 @@ class Portions:
                 self._missing = sorted([*self._missing, portion])
 
     def due(self) -> list[Contribution] | None:
-        """Return the contributions of the next update, by portion; None: it has to wait."""
+        """Return the contributions of the next update, in the order of portions; None: it has to wait."""
         if len(self._brought) < self.portions or self.ended:
             return None
         by_deadline = sorted(self._brought.values(), key=lambda brought: (brought.version, brought.portion))
@@ -137,8 +137,8 @@ class Portions:
         return [self.version - contribution.version for contribution in used]
 
     def _capacity(self) -> int:
-        """Return the largest number of portions that are being computed or brought: as many as can be used
-        before the newest is too stale, and before the run ends."""
+        """Return how many portions may be computed or brought at a time: as many as can be used before the
+        newest is too stale, and before the run ends."""
         ahead = self.updates - self.version
         return self.portions * (ahead if self.most_stale is None else min(ahead, self.most_stale + 1))
 
@@ -147,7 +147,8 @@ class Portions:
         return self._next - 1
 
     def _copied(self, worker: Worker) -> int | None:
-        """Return a portion of the same weights that the fewest workers compute, the oldest of these."""
+        """Give this worker a portion that others are computing with the present weights: the one with the
+        fewest workers, and the oldest of these. None: there is none."""
         same = [portion for portion, readers in self._out.items() if min(readers.values()) == self.version]
         portion = min(same, key=lambda portion: len(self._out[portion]), default=None)
         if portion is not None:

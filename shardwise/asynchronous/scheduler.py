@@ -1,8 +1,8 @@
 """Hands portions of the data to the workers of a parameter server, and assembles updates.
 
-portions.py decides which worker computes what next, without clock or threads. The scheduler adds both: each
-worker has a thread, waits if there is nothing to do, and loses a portion that takes too long. It runs in the
-first server.
+portions.py decides which worker computes what next, without clock or threads. The scheduler adds both: the
+thread of a worker waits here if there is nothing to do, and a portion that takes too long goes to another
+worker. The scheduler runs in the first server.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Update:
 
 
 class Scheduler:
-    """Workers ask it for portions and bring them back; the server waits here for the next update.
+    """Workers ask for portions and bring them back; the server waits for the next update.
 
     A worker that asks just before an update would read weights that are soon old. So it waits for a while if
-    the missing gradients should arrive within that time, judged by how long their workers took before.
+    the missing gradients are expected within that time, by how long their workers took before.
     """
 
     def __init__(self, work: Portions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,13 +75,12 @@ class Scheduler:
         """Time until which each worker waits for new weights."""
         self._dropped: list[Key] = []
         self._cut_off: set[str] = set()
-        """Workers whose portion went to another. They must come back under another name, so that gradients
-        which they pushed before are not confused with later ones."""
+        """Workers whose portion went to another worker. They must return under another name, so that earlier
+        gradients of theirs are not confused with later ones."""
         self._closed = False
 
     def ask(self, worker: str, seconds: float = ASK_SECONDS) -> messages.Task | messages.Wait | messages.End:
-        """Return this worker's next task as soon as there is one; after this many seconds, tell it to ask
-        again."""
+        """Return this worker's next task as soon as there is one, or `Wait` after this many seconds."""
         deadline = self._clock() + seconds
         with self._changed:
             while not self.work.ended:
@@ -170,7 +169,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def _patience(self, worker: str, now: float) -> float:
-        """Return for how many seconds the worker should wait for the next weights."""
+        """Return how many seconds the worker should wait for the next weights."""
         usual = self._usual.get(worker)
         if usual is None or self.work.most_stale == 0:  # then weights are never old
             return 0.0
@@ -178,7 +177,7 @@ class Scheduler:
         return until - now if until > now and self._next_version_by(now) <= until else 0.0
 
     def _next_version_by(self, now: float) -> float:
-        """Return when all gradients of the next update should have arrived; late ones are expected now."""
+        """Return when all gradients of the next update should have arrived; overdue ones are expected now."""
         lacking = self.work.portions - len(self.work.unused())
         if lacking <= 0:
             return now  # the update is being made

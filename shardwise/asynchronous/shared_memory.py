@@ -2,22 +2,22 @@
 2011).
 
 Every process computes a gradient with the present weights and adds its update to them, whatever others write
-at the same time. No process waits. The cost: other processes may have changed the weights after a gradient
-was computed, and if two processes change one number at the same moment, one change may be lost. If updates
+at the same time. No process waits. The cost: other processes may change the weights while a gradient is being
+computed, and if two processes change one number at the same moment, one change may be lost. If updates
 touch few rows of a large table, that is rare, and Niu et al. show that the loss falls as in a serial run. If
 all updates touch all weights, the run is asynchronous like others, with additional noise. Niu et al. used
 SGD; the two moments of AdamW need more care (optimizers/adamw.py).
 
-The memory is a file without a name, which the first process makes and the others open through /proc. It is
-gone with the last of them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits
-its size. It holds one copy of weights and moments for all processes, and 8 bytes a row to tell conflicts
-by.
+The memory is an anonymous file (memfd), which the first process creates and the others open through /proc. It
+disappears with the last process, even if that is killed, so nothing has to be cleaned up; and the size of
+/dev/shm does not limit it. It holds one copy of weights and moments for all processes, and 8 bytes per row to
+detect conflicts.
 
-*Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote
-it last, and the number of that worker's update. A worker notes before its forward how many updates each of
-the others has finished; a row that it is about to write with a stamp of another's later update was written
-since it was read. Stamps are read and written without a lock too, so two who write one row within the same
-microseconds may both miss it.
+*Conflicts* are measured. Every row has a stamp: the worker that wrote it last, and the number of that
+worker's update. (A dense gradient counts as one row.) Before its forward, a worker notes how many updates
+each of the others has finished. If a row that it is about to write has the stamp of a later update of another
+worker, it was written after it was read. Stamps are read and written without a lock too, so two workers that
+write one row within the same microseconds may both miss the conflict.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class Stamps:
     """Tells one of the workers who wrote each row last."""
 
     def __init__(self, last: Tensor, finished: Tensor, worker: int) -> None:
-        """`last`: of each row, the worker who wrote it and the number of its update, in one integer.
-        `finished`: of each worker, how many updates it has finished; only it writes there. Both are
-        shared."""
+        """`last` has for each row the worker that wrote it last and the number of its update, in one integer.
+        `finished` has for each worker the number of its finished updates; only that worker writes it. Both
+        are shared."""
         self._last, self._finished, self._worker, self._workers = last, finished, worker, len(finished)
         self._seen = finished.clone()
 
@@ -99,7 +99,7 @@ class Stamps:
         self._seen = self._finished.clone()
 
     def write(self, rows: Tensor) -> int:
-        """Mark rows that are about to be written. Return in how many of them others have written since the
+        """Mark rows that are about to be written. Return how many of them others have written since the
         weights were read."""
         last = self._last[rows]
         number, writer = last // self._workers, last % self._workers
@@ -107,12 +107,12 @@ class Stamps:
         return int(((writer != self._worker) & (number > self._seen[writer])).sum())
 
     def written(self) -> None:
-        """The update of the marked rows is finished."""
+        """Note that the update of the marked rows is finished."""
         self._finished[self._worker] += 1
 
 
 class SharedState:
-    """A model's weights and its optimizer's states in shared memory, in place of this process's own."""
+    """Moves a model's weights and its optimizer's states into shared memory."""
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], optimizer: ShardedOptimizer, peers: Peers
@@ -120,7 +120,7 @@ class SharedState:
         self.parameters = [parameter for _, parameter in named]
         rows = torch.tensor([0, *(len(parameter) if parameter.ndim else 1 for parameter in self.parameters)])
         self._first_rows = rows.cumsum(0)
-        """The number of each parameter's first row among those of all."""
+        """The number of each parameter's first row, counted over all parameters."""
         stamps = {
             "last": torch.zeros(int(rows.sum()), dtype=torch.int64),
             "finished": torch.zeros(peers.world, dtype=torch.int64),

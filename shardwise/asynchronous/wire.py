@@ -47,8 +47,8 @@ _KEEPALIVE = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": int(1000 * SEND_SECONDS),
 }
-"""Socket options with which a machine that disappears is noticed within eleven seconds; if data were on the
-way to it, within a minute."""
+"""Socket options that detect a machine which disappears: within eleven seconds, or within a minute if data
+were being sent to it."""
 
 Side = Literal["server", "worker"]
 
@@ -80,8 +80,8 @@ class Wire:
                 self._socket.sendall(self._code_of(piece))
 
     def receive(self) -> tuple[dict[str, object], int]:
-        """Wait for the next message. Return it and the number of bytes of the tensor that follows, which
-        `read` must read next."""
+        """Wait for the next message. Return it, and the number of bytes of the tensor that follows. If this
+        is not 0, call `read` next."""
         self._socket.settimeout(None)
         header = self._read_bytes(_HEADER.size)
         self._socket.settimeout(SEND_SECONDS)
@@ -165,7 +165,7 @@ class Stranger:
         self.connection, self.deadline = connection, time.monotonic() + HELLO_SECONDS
         self._greeted, self._answer = greeting(), bytearray()
         connection.setblocking(False)
-        connection.send(self._greeted)  # the first bytes of a connection: there is room for them
+        connection.send(self._greeted)  # cannot block: the buffer of a new connection is empty
 
     def admitted(self, credentials: Credentials) -> Wire | None:
         """Return the connection if the caller has proved that it knows the secret; None: its answer is not

@@ -1,11 +1,11 @@
 """Codecs of blocks: each block of 512 numbers has a scale, and each number a few bits.
 
-A row is cut into blocks, and whole blocks are sent: the packed numbers lie first, block by block, and the
-scales after them, 4 bytes each. Blocks do not cross rows. On a CPU a few blocks are worked on at a time, so
-that they stay in its cache; on a GPU each direction is one kernel (codecs/kernels.py).
+A row is cut into blocks, and whole blocks are sent: first the packed numbers, block by block, then the
+scales, 4 bytes each. Blocks do not cross rows. On a CPU a few blocks are encoded at a time, so that they stay
+in its cache; on a GPU one kernel encodes and one decodes (codecs/kernels.py).
 
-`Multiples` and `Floats` are the two ways to write a scaled number; a codec's own file says which bits it has
-and what its scale is.
+`Multiples` and `Floats` are the two ways to write a scaled number. The file of a codec gives its number of
+bits and its scale.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ else:
 
 SCALE_BYTES = 4
 CACHED_NUMBERS = 1 << 18
-"""Numbers that are worked on at a time on a CPU."""
+"""Numbers that a CPU encodes or decodes at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class BlockCodec(RowCodec):
     kind: ClassVar[Literal["nearest", "drawn", "sign", "float8", "float16"]]
     """How a scaled number becomes a code, for the kernel."""
     clip: ClassVar[float] = 0.0
-    """Deviations of its block beyond which a number is cut off; 0: none is."""
+    """Standard deviations of its block beyond which a number is clipped; 0: none is."""
 
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Bits of a number on the wire."""
+        """Number of bits of a code."""
 
     @property
     @abstractmethod
     def largest_code(self) -> float:
-        """What the block's scale is written as."""
+        """The magnitude that a block's scale is mapped to."""
 
     @abstractmethod
     def to_codes(self, scaled: Tensor, draws: Tensor | None) -> Tensor:
-        """Return codes of numbers divided by their scale, which may be overwritten. `draws` has a random
-        number from [0, 1) for each where the kind is "drawn"."""
+        """Return the codes of numbers that were divided by their scale; these may be overwritten. If the kind
+        is "drawn", `draws` has a random number from [0, 1) for each."""
 
     @abstractmethod
     def to_numbers(self, codes: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class BlockCodec(RowCodec):
 
     def scale(self, magnitudes: Tensor, sizes: Tensor) -> Tensor:
         """Return the scale (…, blocks, 1) of magnitudes (…, blocks, BLOCK), which are padded with zeros;
-        `sizes` has how many numbers each block holds."""
+        `sizes` are the numbers of magnitudes without the padding, (blocks, 1)."""
         return magnitudes.amax(-1, keepdim=True)
 
     @property
@@ -100,14 +100,14 @@ class BlockCodec(RowCodec):
         self, blocks: Tensor, part: slice, numbers: int, seed: int, subtract: bool
     ) -> tuple[Tensor, Tensor]:
         """Return some of the blocks (rows, blocks, BLOCK) packed, and their scales."""
-        own = blocks[:, part]
-        scales = self.scale(own.abs(), _sizes(own, numbers, part.start)).float()
-        draws = _draws(own, part.start, blocks.shape[1], seed) if self.kind == "drawn" else None
-        # A block of zeros has scale 0: its numbers are 0 / 1. Codes of a block that overflows do not matter.
-        codes = self.to_codes(own / torch.where(scales > 0, scales, 1.0), draws)
+        values = blocks[:, part]
+        scales = self.scale(values.abs(), _sizes(values, numbers, part.start)).float()
+        draws = _draws(values, part.start, blocks.shape[1], seed) if self.kind == "drawn" else None
+        # A block of zeros has scale 0, and is divided by 1. Codes of a block that overflowed are not used.
+        codes = self.to_codes(values / torch.where(scales > 0, scales, 1.0), draws)
         if subtract:
-            sent = self.to_numbers(codes).to(own.dtype)
-            own.addcmul_(sent, scales.to(own.dtype), value=-1).nan_to_num_(0.0, 0.0, 0.0)
+            sent = self.to_numbers(codes).to(values.dtype)
+            values.addcmul_(sent, scales.to(values.dtype), value=-1).nan_to_num_(0.0, 0.0, 0.0)
         return self.pack(codes), scales.squeeze(-1)
 
     def decode_rows(self, wire: Tensor, rows: Tensor, seed: int, add: bool) -> None:
@@ -119,9 +119,9 @@ class BlockCodec(RowCodec):
         scales = torch.where(scales.isfinite(), scales, torch.nan).unsqueeze(-1)  # (rows, blocks, 1)
         for part in cached_parts(len(rows), count, BLOCK):
             values = self.to_numbers(self.unpack(packed[:, part])).to(rows.dtype).mul_(scales[:, part])
-            own = rows[:, part.start * BLOCK : part.stop * BLOCK]
-            sent = values.flatten(1)[:, : own.shape[1]]
-            own.add_(sent) if add else own.copy_(sent)
+            target = rows[:, part.start * BLOCK : part.stop * BLOCK]
+            sent = values.flatten(1)[:, : target.shape[1]]
+            target.add_(sent) if add else target.copy_(sent)
         return None
 
     def _split(self, wire: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -132,8 +132,8 @@ class BlockCodec(RowCodec):
 
 @dataclass(frozen=True)
 class Multiples(BlockCodec):
-    """Each number as a whole multiple of a step, a fraction of its block's scale: from -m to m, stored as 0
-    to 2m."""
+    """Each number as one of the multiples -m to m of a step, which is 1/m of its block's scale. They are
+    stored as 0 to 2m."""
 
     @property
     def largest_code(self) -> float:
@@ -155,7 +155,8 @@ class Multiples(BlockCodec):
 
 @dataclass(frozen=True)
 class Floats(BlockCodec):
-    """Each number in a short floating-point dtype, scaled so that the block's largest is the dtype's."""
+    """Each number in a short floating-point dtype. A block is scaled so that its largest number becomes the
+    largest of the dtype."""
 
     @property
     @abstractmethod
@@ -186,13 +187,13 @@ class Floats(BlockCodec):
 
 
 def cached_parts(rows: int, blocks: int, block: int) -> Iterator[slice]:
-    """Yield slices of the blocks of each row, so many at a time that they stay in a CPU's cache."""
+    """Return slices of the blocks of all rows, each small enough for a CPU's cache."""
     size = max(1, CACHED_NUMBERS // block // rows)
     return (slice(start, min(start + size, blocks)) for start in range(0, blocks, size))
 
 
 def _blocks(rows: Tensor) -> Tensor:
-    """Return (rows, n) as (rows, blocks, BLOCK), padded with zeros; a view where nothing is missing."""
+    """Return (rows, n) as (rows, blocks, BLOCK), padded with zeros; a view if no padding is needed."""
     missing = -rows.shape[1] % BLOCK
     padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()
     return padded.view(len(rows), -1, BLOCK)
@@ -204,9 +205,9 @@ def _sizes(blocks: Tensor, numbers: int, first: int) -> Tensor:
     return (numbers - starts).clamp(max=BLOCK).unsqueeze(-1)
 
 
-def _draws(blocks: Tensor, first: int, of: int, seed: int) -> Tensor:
-    """Return a random number from [0, 1) for each number of `blocks` (rows, some, BLOCK), which begin at
-    block `first` of `of`."""
-    rows, some = (torch.arange(size, device=blocks.device, dtype=torch.int32) for size in blocks.shape[:2])
+def _draws(blocks: Tensor, first: int, total: int, seed: int) -> Tensor:
+    """Return a random number from [0, 1) for each number of these blocks (rows, blocks, BLOCK), which begin
+    at block `first` of the `total` blocks of a row."""
+    rows, index = (torch.arange(size, device=blocks.device, dtype=torch.int32) for size in blocks.shape[:2])
     within = torch.arange(BLOCK, device=blocks.device, dtype=torch.int32)
-    return chance((rows[:, None] * of + first + some)[..., None] * BLOCK + within, seed)
+    return chance((rows[:, None] * total + first + index)[..., None] * BLOCK + within, seed)

@@ -1,4 +1,4 @@
-"""Random numbers that any device draws alike: a hash of a place and a seed."""
+"""Random numbers that are equal on all devices: a hash of a place and a seed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def chance(places: Tensor, seed: int) -> Tensor:
-    """Return a random number from [0, 1) for each place (int32). It depends on the place and the seed alone,
-    so it is the same on any device and a kernel need not read it from memory. The hash is the last step of
-    MurmurHash3, in 32-bit integers that wrap around."""
+    """Return a random number from [0, 1) for each place (int32). It depends only on the place and the seed,
+    so it is the same on any device, and a kernel computes it instead of reading it from memory. The hash is
+    the last step of MurmurHash3, in 32-bit integers that wrap around."""
     bits = places * -1640531535 + seed % 2**31
     for shift, factor in ((16, -2048144789), (13, -1028477387), (16, 1)):
         bits ^= bits >> shift & (1 << 32 - shift) - 1

@@ -1,15 +1,14 @@
-"""Kernels that encode and decode on a GPU in one pass over memory, where torch needs a dozen.
+"""Kernels that encode and decode on a GPU in one pass over memory, where torch's operators need a dozen.
 
-The bytes are the same as there, and tests compare them. Imported where there is a GPU alone: Triton comes
-with torch for GPUs.
+They give the same bytes as the operators, and tests compare the two. This module is imported only if there is
+a GPU, because Triton comes with torch for GPUs.
 
-A program handles PROGRAM blocks of a row. Of each block, numbers are looked at in planes (codecs/packing.py):
-(blocks, 8, numbers).
+A program handles PROGRAM blocks of a row in planes (codecs/packing.py): (blocks, 8, numbers of a plane).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -20,6 +19,9 @@ from triton.language.extra import libdevice
 from shardwise.codecs.base import BLOCK, SPARSE_BLOCK
 from shardwise.codecs.packing import PLANES
 
+if TYPE_CHECKING:
+    from shardwise.codecs.blocks import BlockCodec
+
 NEAREST, DRAWN, SIGN, FLOAT8, FLOAT16 = (tl.constexpr(kind) for kind in range(5))
 """How a scaled number becomes a code."""
 KINDS = {"nearest": 0, "drawn": 1, "sign": 2, "float8": 3, "float16": 4}
@@ -28,12 +30,12 @@ INFINITE = tl.constexpr(0x7F800000)
 """Bit pattern of infinity in float32."""
 PROGRAM = 8
 CHUNK = 4096
-"""Numbers of a row that one program looks through."""
+"""Numbers that one program of random-k or `put_largest` handles."""
 
 
 @triton.jit
 def _chance(place, seed):
-    """As in codecs/chance.py: a number from [0, 1)."""
+    """Return a random number from [0, 1), as codecs/chance.py does."""
     bits = place.to(tl.uint32) * 2654435761 + seed
     bits = (bits ^ (bits >> 16)) * 2246822507
     bits = (bits ^ (bits >> 13)) * 3266489909
@@ -48,7 +50,7 @@ def _clamped(values, MOST: tl.constexpr):
 
 @triton.jit
 def _rounded(values):
-    """The nearest numbers of float8 e4m3: four bits beside the exponent, which is at least -6."""
+    """Return the nearest numbers of float8 e4m3, which has four significant bits and exponents from -6."""
     exponent = ((values.to(tl.int32, bitcast=True) >> 23) & 255) - 127
     step = ((tl.maximum(exponent, -6) - 3 + 127) << 23).to(tl.float32, bitcast=True)
     return libdevice.rint(values / step) * step
@@ -56,7 +58,8 @@ def _rounded(values):
 
 @triton.jit
 def _places(PLANE: tl.constexpr, BLOCKS: tl.constexpr):
-    """This program's blocks, and where in the row their numbers are: (blocks, 8, numbers of a plane)."""
+    """Return this program's blocks, and the indices of their numbers in the row: (blocks, 8, numbers of a
+    plane)."""
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     within = tl.arange(0, 8)[None, :, None] * PLANE + tl.arange(0, PLANE)[None, None, :]
     return block, block[:, None, None].to(tl.int64) * (8 * PLANE) + within
@@ -64,7 +67,7 @@ def _places(PLANE: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _numbers(codes, KIND: tl.constexpr, MOST: tl.constexpr):
-    """What codes stand for, in units of their block's scale."""
+    """Return the numbers of these codes, in units of their block's scale."""
     if KIND == SIGN:
         numbers = codes.to(tl.float32) * 2 - 1
     elif KIND == FLOAT8:
@@ -82,8 +85,8 @@ CLIP: tl.constexpr,
             BITS: tl.constexpr, PLANE: tl.constexpr, BLOCKS: tl.constexpr, TAKE: tl.constexpr):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     block, at = _places(PLANE, BLOCKS)
-    there, own = at < numbers, block < blocks
-    values = tl.load(rows + row * numbers + at, mask=there, other=0.0)
+    in_row, is_block = at < numbers, block < blocks
+    values = tl.load(rows + row * numbers + at, mask=in_row, other=0.0)
     sizes = tl.abs(values)
     count = tl.minimum(numbers - block.to(tl.int64) * (8 * PLANE), 8 * PLANE).to(tl.float32)
     scale = (
@@ -109,23 +112,23 @@ CLIP: tl.constexpr,
     else:
         codes = (_clamped(libdevice.rint(scaled * MOST), MOST) + MOST).to(tl.int32)
     if TAKE:
-        # A float8 that was just made is not read back: Triton 3.6 swaps neighbours there.
-        kept = _rounded(scaled * MOST) * (1 / MOST) if KIND == FLOAT8 else _numbers(codes, KIND, MOST)
-        left = values - kept * scale[:, None, None]
-        tl.debug_barrier()  # another thread may still have to read what this one overwrites
-        tl.store(rows + row * numbers + at, tl.where(tl.abs(left) < float("inf"), left, 0.0), mask=there)
+        # A float8 code cannot be converted back here: Triton 3.6 swaps neighbours.
+        sent = _rounded(scaled * MOST) * (1 / MOST) if KIND == FLOAT8 else _numbers(codes, KIND, MOST)
+        left = values - sent * scale[:, None, None]
+        tl.debug_barrier()  # another thread may not have read yet what this one overwrites
+        tl.store(rows + row * numbers + at, tl.where(tl.abs(left) < float("inf"), left, 0.0), mask=in_row)
     base = wire + row * wire_bytes
     if BITS == 16:
-        tl.store(base.to(tl.pointer_type(tl.uint16)) + at, codes.to(tl.uint16), mask=own[:, None, None])
+        tl.store(base.to(tl.pointer_type(tl.uint16)) + at, codes.to(tl.uint16), mask=is_block[:, None, None])
     elif BITS == 8:
-        tl.store(base + at, codes.to(tl.uint8), mask=own[:, None, None])
+        tl.store(base + at, codes.to(tl.uint8), mask=is_block[:, None, None])
     else:
         shifts = BITS * tl.arange(0, 8)[None, :, None]
         target = base + block[:, None].to(tl.int64) * (PLANE * BITS) + tl.arange(0, PLANE)[None, :]
         words = tl.sum(codes << shifts, 1) if BITS <= 4 else tl.sum(codes.to(tl.int64) << shifts, 1)
         for byte in tl.static_range(BITS):
-            tl.store(target + PLANE * byte, (words >> (8 * byte)).to(tl.uint8), mask=own[:, None])
-    tl.store((base + scales_at).to(tl.pointer_type(tl.float32)) + block, scale, mask=own)
+            tl.store(target + PLANE * byte, (words >> (8 * byte)).to(tl.uint8), mask=is_block[:, None])
+    tl.store((base + scales_at).to(tl.pointer_type(tl.float32)) + block, scale, mask=is_block)
 
 
 @triton.jit
@@ -134,26 +137,28 @@ CLIP: tl.constexpr,
             BITS: tl.constexpr, PLANE: tl.constexpr, BLOCKS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     block, at = _places(PLANE, BLOCKS)
-    there, own = at < numbers, block < blocks
+    in_row, is_block = at < numbers, block < blocks
     base = wire + row * wire_bytes
-    scale = tl.load((base + scales_at).to(tl.pointer_type(tl.float32)) + block, mask=own, other=0.0)
+    scale = tl.load((base + scales_at).to(tl.pointer_type(tl.float32)) + block, mask=is_block, other=0.0)
     scale = tl.where(scale < float("inf"), scale, float("nan"))[:, None, None]
     if BITS == 16:
-        codes = tl.load(base.to(tl.pointer_type(tl.uint16)) + at, mask=there, other=0).to(tl.int32)
+        codes = tl.load(base.to(tl.pointer_type(tl.uint16)) + at, mask=in_row, other=0).to(tl.int32)
     elif BITS == 8:
-        codes = tl.load(base + at, mask=there, other=0).to(tl.int32)
+        codes = tl.load(base + at, mask=in_row, other=0).to(tl.int32)
     else:
         source = base + block[:, None].to(tl.int64) * (PLANE * BITS) + tl.arange(0, PLANE)[None, :]
         words = tl.zeros([BLOCKS, PLANE], dtype=tl.uint32 if BITS <= 4 else tl.uint64)
         for byte in tl.static_range(BITS):
-            words |= tl.load(source + PLANE * byte, mask=own[:, None], other=0).to(words.dtype) << (8 * byte)
+            words |= tl.load(source + PLANE * byte, mask=is_block[:, None], other=0).to(words.dtype) << (
+                8 * byte
+            )
         shifts = BITS * tl.arange(0, 8)[None, :, None]
         codes = ((words[:, None, :] >> shifts.to(words.dtype)) & ((1 << BITS) - 1)).to(tl.int32)
     values = _numbers(codes, KIND, MOST) * scale
     target = rows + row * numbers + at
     if ADD:
-        values += tl.load(target, mask=there, other=0.0)
-    tl.store(target, values, mask=there)
+        values += tl.load(target, mask=in_row, other=0.0)
+    tl.store(target, values, mask=in_row)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -163,32 +168,32 @@ def _drawn(
     """Copy one random number of each stretch of a row to the wire, or add it from there."""
     row = tl.program_id(1).to(tl.int64)
     stretch = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    own = stretch < kept
+    valid = stretch < kept
     begin, end = stretch.to(tl.int64) * numbers // kept, (stretch.to(tl.int64) + 1) * numbers // kept
     place = begin + (_chance(stretch, seed).to(tl.float64) * (end - begin).to(tl.float64)).to(tl.int64)
     target, sent = rows + row * row_stride + place, wire + row * kept + stretch
-    values = tl.load(target, mask=own)
+    values = tl.load(target, mask=valid)
     if SEND:
-        tl.store(sent, values, mask=own)
+        tl.store(sent, values, mask=valid)
         if TAKE:
-            tl.store(target, 0.0, mask=own)
+            tl.store(target, 0.0, mask=valid)
     else:
-        tl.store(target, values + tl.load(sent, mask=own), mask=own)
+        tl.store(target, values + tl.load(sent, mask=valid), mask=valid)
 
 
 @triton.jit
 def _largest(rows, values, places, numbers, row_stride, wire_stride, KEPT: tl.constexpr, SIZE: tl.constexpr):
-    """The largest magnitudes of one block. Floats that are not negative are ordered as their bits are, so the
-    least that is kept is found by halving: at least as many as are kept reach `low`, and fewer reach
-    `high`."""
+    """Write the KEPT largest magnitudes of one block, and their places. The bits of floats that are not
+    negative have the same order as the floats. So bisection finds the smallest magnitude that is kept: at
+    least KEPT magnitudes reach `low`, and fewer reach `high`."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     within = tl.arange(0, SIZE)
     at = block.to(tl.int64) * SIZE + within
-    found = tl.load(rows + row * row_stride + at, mask=at < numbers, other=0.0)
-    keys = tl.minimum(tl.abs(found).to(tl.int32, bitcast=True), INFINITE)
+    loaded = tl.load(rows + row * row_stride + at, mask=at < numbers, other=0.0)
+    keys = tl.minimum(tl.abs(loaded).to(tl.int32, bitcast=True), INFINITE)
     most = tl.max(keys, 0)
     low, high = 0, most + 1
-    middle = tl.maximum(most - (4 << 23), 1)  # a 16th of the largest: mostly the least is above
+    middle = tl.maximum(most - (4 << 23), 1)  # a 16th of the largest: most often the smallest is above it
     while high - low > 1:
         reach = tl.sum((keys >= middle).to(tl.int32), 0)
         low = tl.where(reach == KEPT, middle - 1, tl.where(reach > KEPT, middle, low))
@@ -201,7 +206,7 @@ def _largest(rows, values, places, numbers, row_stride, wire_stride, KEPT: tl.co
     room = KEPT - tl.sum(above.to(tl.int32), 0)
     chosen = above | (equal & (equals <= room))
     entry = row * wire_stride + block * KEPT + larger + tl.minimum(equals, room) - 1
-    tl.store(values + entry, found.to(tl.bfloat16), mask=chosen)
+    tl.store(values + entry, loaded.to(tl.bfloat16), mask=chosen)
     tl.store(places + entry, within.to(tl.int16), mask=chosen)
 
 
@@ -212,45 +217,19 @@ BLOCK: tl.constexpr,
     """Add values in their places."""
     row = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    own = entry < entries
+    valid = entry < entries
     at = (entry // KEPT).to(tl.int64) * BLOCK + tl.load(
-        places + row * wire_stride + entry, mask=own, other=0
+        places + row * wire_stride + entry, mask=valid, other=0
     ).to(tl.int64)
-    own &= at < numbers
+    valid &= at < numbers
     target = rows + row * row_stride + at
-    found = tl.load(values + row * wire_stride + entry, mask=own, other=0.0).to(tl.float32)
-    tl.store(target, tl.load(target, mask=own) + sign * found, mask=own)
+    value = tl.load(values + row * wire_stride + entry, mask=valid, other=0.0).to(tl.float32)
+    tl.store(target, tl.load(target, mask=valid) + sign * value, mask=valid)
 
 
-class BlockFormat(Protocol):
-    """What a kernel has to know of a codec of blocks (codecs/blocks.py)."""
-
-    @property
-    def kind(self) -> str:
-        """How a scaled number becomes a code."""
-
-    @property
-    def clip(self) -> float:
-        """Deviations of its block beyond which a number is cut off; 0: none is."""
-
-    @property
-    def bits(self) -> int:
-        """Bits of a number on the wire."""
-
-    @property
-    def largest_code(self) -> float:
-        """What the block's scale is written as."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block without its scale."""
-
-    def wire_bytes(self, numbers: int) -> int:
-        """Return the bytes of one row of n numbers."""
-
-
-def encode(codec: BlockFormat, rows: Tensor, seed: int, subtract: bool) -> Tensor:
-    """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent leaves the rows."""
+def encode(codec: BlockCodec, rows: Tensor, seed: int, subtract: bool) -> Tensor:
+    """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent is subtracted from the
+    rows."""
     numbers, source = rows.shape[1], rows.contiguous()
     wire = torch.empty(len(rows), codec.wire_bytes(numbers), dtype=torch.uint8, device=rows.device)
     blocks = -(-numbers // BLOCK)
@@ -262,8 +241,8 @@ def encode(codec: BlockFormat, rows: Tensor, seed: int, subtract: bool) -> Tenso
     return wire
 
 
-def decode(codec: BlockFormat, wire: Tensor, rows: Tensor, add: bool) -> None:
-    """Write what was encoded into rows (rows, n) float32, or add it to them."""
+def decode(codec: BlockCodec, wire: Tensor, rows: Tensor, add: bool) -> None:
+    """Decode into rows (rows, n) float32, or add the decoded numbers to them."""
     numbers, target = rows.shape[1], rows.contiguous()
     blocks = -(-numbers // BLOCK)
     grid = triton.cdiv(blocks, PROGRAM), len(rows)
@@ -281,7 +260,7 @@ def send_drawn(rows: Tensor, kept: int, seed: int, take: bool) -> Tensor:
 
 
 def put_drawn(wire: Tensor, rows: Tensor, seed: int) -> None:
-    """Add numbers that were drawn in their places."""
+    """Add the numbers of `send_drawn` in their places; the seed must be the same."""
     _draw(rows, wire.contiguous(), seed, send=False, take=False)
 
 
@@ -292,7 +271,7 @@ def _draw(rows: Tensor, wire: Tensor, seed: int, send: bool, take: bool) -> None
 
 
 def send_largest(rows: Tensor, per_block: int, wire_bytes: int) -> Tensor:
-    """Return the largest magnitudes of each block, `per_block` of them, as (rows, wire bytes)."""
+    """Return the `per_block` numbers of largest magnitude of each block as (rows, wire bytes)."""
     wire = torch.empty(len(rows), wire_bytes, dtype=torch.uint8, device=rows.device)
     values, places = _values_and_places(wire)
     grid = -(-rows.shape[1] // SPARSE_BLOCK), len(rows)
@@ -302,7 +281,7 @@ def send_largest(rows: Tensor, per_block: int, wire_bytes: int) -> Tensor:
 
 
 def put_largest(wire: Tensor, rows: Tensor, sign: float) -> None:
-    """Add them in their places, or take them away."""
+    """Add the numbers of `send_largest` in their places, or subtract them if `sign` is -1."""
     values, places = _values_and_places(wire)
     entries = values.shape[1]
     kept = entries // -(-rows.shape[1] // SPARSE_BLOCK)
@@ -316,8 +295,8 @@ def _values_and_places(wire: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(torch.bfloat16), places
 
 
-def _shape(codec: BlockFormat) -> dict[str, Any]:
-    """Return how a kernel encodes a block."""
+def _shape(codec: BlockCodec) -> dict[str, Any]:
+    """Return the constants of the block kernels."""
     return {
         "KIND": KINDS[codec.kind],
         "MOST": codec.largest_code,

@@ -58,26 +58,25 @@ def weight_codecs() -> list[str]:
 
 
 def parse_codec(text: str) -> Codec:
-    """Return the codec that a job writes like this, for example `topk(0.01)`. A ValueError says what is
-    wrong."""
-    found = re.fullmatch(r"([\w-]+)(?:\(([^()]*)\))?", text.strip())
-    if found is None or found[1] not in codecs():
+    """Return the codec that a job writes like this, for example `topk(0.01)`, or raise a `ValueError`."""
+    match = re.fullmatch(r"([\w-]+)(?:\(([^()]*)\))?", text.strip())
+    if match is None or match[1] not in codecs():
         known = ", ".join(codec.usage() for codec in codecs().values())
         raise ValueError(f"no codec {text!r}; one of {known}")
-    codec, given = codecs()[found[1]], found[2]
+    codec, argument = codecs()[match[1]], match[2]
     if codec.argument is None:
-        if given is not None:
+        if argument is not None:
             raise ValueError(f"{codec.name} takes no number: write {codec.name}")
         return codec()
-    number = _number(given)
+    number = _number(argument)
     if number is None or not codec.argument.accepts(number):
         raise ValueError(f"{codec.name} takes {codec.argument}: write {codec.usage()}")
     return codec(number)
 
 
 def parse_row_codec(text: str) -> RowCodec:
-    """Return the codec that is written like this where slices of matrices are sent. A ValueError says what is
-    wrong."""
+    """Return the codec that a job writes like this, or raise a `ValueError`. It must encode slices of
+    matrices."""
     codec = parse_codec(text)
     if not isinstance(codec, RowCodec):
         raise ValueError(f"{codec.name} works on whole matrices, and here slices of them are sent")

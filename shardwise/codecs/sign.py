@@ -20,24 +20,11 @@ class Sign(BlockCodec):
     """Sends the sign of each number: n / 8 bytes and the scales."""
 
     name = "sign"
-    sends = "its sign, and the mean magnitude of each block"
     kind = "sign"
     host_nanoseconds = (10.0, 5.0)
-
-    @property
-    def gpu_share(self) -> float:
-        """Measured on an H200 with 268 M numbers."""
-        return 0.84
-
-    @property
-    def bits(self) -> int:
-        """Number of bits of a code: 1."""
-        return 1
-
-    @property
-    def largest_code(self) -> float:
-        """Largest decoded number before scaling."""
-        return 1.0
+    gpu_share = 0.84
+    bits = 1
+    largest_code = 1.0
 
     def scale(self, magnitudes: Tensor, sizes: Tensor) -> Tensor:
         """Return the mean magnitude of each block."""

@@ -1,7 +1,7 @@
-"""TernGrad (Wen et al. 2017): -1, 0 or 1 times the block's scale, by chance.
+"""TernGrad (Wen et al. 2017): numbers are rounded at random to -1, 0 or 1 times the block's scale.
 
-The scale is the block's largest magnitude, or 2.5 deviations if that is less: else one large number makes
-noise of all others.
+The scale is the block's largest magnitude, or 2.5 standard deviations if that is less. Otherwise one large
+number would leave only noise of all others.
 """
 
 from __future__ import annotations
@@ -18,39 +18,23 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
-CLIP = 2.5
-"""Deviations of its block beyond which a number is cut off."""
-
 
 @dataclass(frozen=True)
 class TernGrad(Multiples):
-    """Rounds each number by chance to one of three values: n / 4 bytes and the scales."""
+    """Rounds each number at random to one of three values: n / 4 bytes and the scales."""
 
     name = "terngrad"
-    sends = "-1, 0 or 1 times 2.5 deviations of its block, by chance"
     kind = "drawn"
-    clip = CLIP
+    clip = 2.5
     host_nanoseconds = (22.6, 5.3)  # without feedback, as it has none
-
-    @property
-    def gpu_share(self) -> float:
-        """Measured on an H200 with 268 M numbers."""
-        return 0.64
-
-    @property
-    def bits(self) -> int:
-        """Number of bits of a code: 2."""
-        return 2
-
-    @property
-    def shrinks_errors(self) -> bool:
-        """The error exceeds the gradient; it averages out over steps instead."""
-        return False
+    gpu_share = 0.64
+    bits = 2
+    shrinks_errors = False  # errors are larger than the gradient; they average out over steps instead
 
     def scale(self, magnitudes: Tensor, sizes: Tensor) -> Tensor:
-        """Return the largest magnitude, or CLIP deviations if that is less."""
+        """Return the largest magnitude, or `clip` standard deviations if that is less."""
         largest = super().scale(magnitudes, sizes)
-        # Relative to the largest: the square of a small number would be zero.
+        # Relative to the largest, because the square of a small number would be zero.
         relative = (magnitudes / torch.where(largest > 0, largest, 1.0)).float()
         deviation = (relative.square().sum(-1, keepdim=True) / sizes).sqrt()
-        return largest * (CLIP * deviation).clamp(max=1.0)
+        return largest * (self.clip * deviation).clamp(max=1.0)

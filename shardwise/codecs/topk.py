@@ -1,11 +1,11 @@
 """Top-k: of each 1,024 numbers the share with the largest magnitudes.
 
-The largest of each block are sent, not the largest of all numbers. Else weights with large gradients would
-be told of every change, and others of none; but how large a gradient is says little about how far AdamW moves
-its weight. Places within a block also fit into 16 bits, and a GPU finds them in one pass.
+The largest of each block are sent, not the largest of all numbers. Otherwise weights with large gradients
+would get every change, and others none; but the size of a gradient says little about how far AdamW moves its
+weight. Places within a block also fit into 16 bits, and a GPU finds them in one pass.
 
-Values are bfloat16, and the places follow them as int16. What devices have added up has other largest numbers
-on each device, so three times the share is sent of sums.
+Values are sent as bfloat16, followed by their places as int16. The largest numbers of each device are in
+different places, so a sum has more numbers that are not zero, and three times the share is sent of it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,9 @@ class TopK(RowCodec):
     """Sends the k largest numbers and their places: 4 k bytes."""
 
     name = "topk"
-    sends = "of 1,024 the share r of largest size: bfloat16, and place in 16 bits; 3 r of sums"
     argument = Argument(0.0, 1.0, whole=False, example="topk(0.01)")
     host_nanoseconds = (13.2, 1.1)
-
-    @property
-    def gpu_share(self) -> float:
-        """Measured on an H200 with 268 M numbers."""
-        return 0.25
+    gpu_share = 0.25
 
     def for_sums(self) -> TopK:
         """Return the codec with three times the share."""
@@ -57,7 +52,7 @@ class TopK(RowCodec):
         return 4 * self.per_block * -(-numbers // SPARSE_BLOCK)
 
     def encode_rows(self, rows: Tensor, seed: int, subtract: bool) -> Tensor:
-        """Find the largest of each block."""
+        """Return the largest numbers of each block, and their places."""
         if runs_kernels(rows):
             wire = kernels.send_largest(rows, self.per_block, self.wire_bytes(rows.shape[1]))
             if subtract:
@@ -80,7 +75,7 @@ class TopK(RowCodec):
         return wire
 
     def decode_rows(self, wire: Tensor, rows: Tensor, seed: int, add: bool) -> None:
-        """Put the values into their places."""
+        """Write or add the values in their places."""
         if not add:
             rows.zero_()
         if runs_kernels(rows):
@@ -95,9 +90,9 @@ class TopK(RowCodec):
 
 
 def _add_in_places(values: Tensor, places: Tensor, rows: Tensor, sign: int) -> None:
-    """Add values in their places, or subtract them. What pads the last block is zero, and belongs nowhere."""
+    """Add values in their places, or subtract them. The padding of the last block has no place, and is 0."""
     starts = torch.arange(places.shape[1], device=rows.device).unsqueeze(1) * SPARSE_BLOCK
     for row, value, place in zip(rows, values, places, strict=True):
-        where = (place + starts).flatten()
-        inside = torch.where(where < len(row), where, 0)
+        indices = (place + starts).flatten()
+        inside = torch.where(indices < len(row), indices, 0)
         row.index_add_(0, inside, value.flatten().to(row.dtype), alpha=sign)

@@ -1,8 +1,8 @@
 """Synchronous training in which a faster device gets more rows of the global batch.
 
-All ranks know how long each of them computed in the steps before, and come to the same shares
-(train/shares.py). The loss is a sum over the tokens of the whole batch, so who computes a row changes
-rounding only.
+All ranks know how long each of them computed in earlier steps, so all compute the same shares
+(train/shares.py). The loss is a sum over the tokens of the whole batch, so the device that computes a row
+affects only rounding.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ class RowsBySpeedRank(RankDriver):
         return RankRows(training, by_speed=True)
 
     def rows(self, training: Training) -> str:
-        """Return in words that the rank's rows change from step to step."""
+        """Return a phrase for rows that change from step to step."""
         return "its share of the global batch"

@@ -1,12 +1,12 @@
-"""The gradients of a server's steps, which workers bring (asynchronous/).
+"""The source of gradients on a parameter server: workers compute them (asynchronous/).
 
-The servers of a run are a team like any other: they share weights and optimizer states as ZeRO-3 does, make
-the update together, evaluate, save and recover. But where a rank of a synchronous team would compute
-gradients, a server takes those of the next update from its store and adds them up, in the order of the data,
-whoever brought them and when.
+The servers of a run are a team like any other: they shard weights and optimizer states as ZeRO-3 does, make
+the update together, evaluate, save and recover. But a rank of a synchronous team computes gradients, and a
+server takes those of the next update from its store and sums them, in the order of the data, whichever
+workers sent them and when.
 
-The first server decides which gradients make the next update and tells the others. It also tells them once a
-second that there is no update yet: a server that waits for workers is not one that hangs.
+The first server decides which gradients make the next update and tells the others. While there is no update,
+it tells them so once a second, so that a server that waits for workers is not taken for one that hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -37,13 +37,13 @@ from shardwise.train.build import Training
 from shardwise.train.sources import Drawn
 
 AGE_SHARE = 0.1
-"""Weight of the last update in the mean staleness by which weights are moved on."""
+"""Weight of the last update in the moving mean of staleness, by which weights are extrapolated."""
 TURN_SECONDS = 1.0
-"""How long the first server waits for an update before it tells the others that there is none yet."""
+"""Seconds that the first server waits for an update before it tells the others that there is none yet."""
 
 
 class Contributions:
-    """The gradients that workers bring, as a source of steps."""
+    """The source of gradients on a server: the sums of those that workers send."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class Contributions:
             loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped), rate=rate
         )
 
-    def ahead(self) -> None:
+    def prepare_next(self) -> None:
         """Do nothing: workers compute the next gradients."""
 
-    def again(self) -> None:
-        """Fail: no step of a server is made again."""
-        raise AssertionError("gradients that workers brought are not theirs to bring again")
+    def repeat_last(self) -> None:
+        """Fail: only float8 repeats steps, and it is refused with a parameter server."""
+        raise AssertionError("no step of a server is repeated")
 
-    def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """Hand out the weights of the step that is done, and note what of the data is in them."""
+    def step_done(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+        """Publish the weights of the step that is done, and note which sequences are in them."""
         self._publish()
         state = State()
         if self.scheduler is not None and self._update is not None:
@@ -131,8 +131,8 @@ class Contributions:
             self._listener.close()
 
     def _start(self) -> State:
-        """Return where the data goes on. Portions are counted from the beginning of the data, so what was
-        under way must be whole portions."""
+        """Return the state from which the run continues. Portions are counted from the beginning of the data,
+        so the missing sequences of a checkpoint must be whole portions."""
         training, size = self.training, self.rows
         if training.sequences % size or any(
             rows.start % size or len(rows) != size for rows in training.missing
@@ -150,9 +150,9 @@ class Contributions:
     def _next_update(self) -> Update | None:
         while True:
             update = self.scheduler.due(TURN_SECONDS) if self.scheduler is not None else None
-            told, stop = self.training.peers.broadcast((_told(update), self._stop_asked()), 0)
-            if told is not None:
-                return update or _heard(told)
+            message, stop = self.training.peers.broadcast((_to_message(update), self._stop_asked()), 0)
+            if message is not None:
+                return update or _from_message(message)
             if stop:
                 return None
             self._waiting()
@@ -163,8 +163,7 @@ class Contributions:
         taken = self.store.take(update.keys, update.brought, update.dropped)
         start = 0
         for parameter in self.parameters.values():
-            own = local(parameter)
-            part = slice(start, start := start + own.numel())
+            part = slice(start, start := start + local(parameter).numel())
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             gradient = local(parameter.grad).view(-1)
@@ -174,7 +173,8 @@ class Contributions:
         self.store.give_back(taken)
 
     def _publish(self) -> None:
-        """Hand out the weights; where gradients come late, the weights as they are expected to be by then."""
+        """Publish the weights for workers. If gradients are stale, extrapolate the weights to those that they
+        will be applied to."""
         before, self.weights = self.weights, self._flat()
         if self._update is None or not self._settings.predicts:
             self.store.publish(self.training.step, self.weights)
@@ -199,7 +199,7 @@ def steps_ahead(age: float, momentum: float) -> float:
 
 
 def digest(config: Config) -> str:
-    """Return a checksum of the job that a worker and its servers must have in common."""
+    """Return a checksum of the tables that must be the same in the jobs of a worker and its servers."""
     tables = {"model", "data", "train", "optimizer"}
     return hashlib.sha256(config.model_dump_json(include=tables).encode()).hexdigest()
 
@@ -210,16 +210,17 @@ def credentials(store_name: str) -> Credentials:
     return Credentials("server", store_name.encode())
 
 
-def _told(update: Update | None) -> dict[str, Any] | None:
-    if update is None:
-        return None
-    return {**vars(update), "contributions": [vars(one) for one in update.contributions]}
+def _to_message(update: Update | None) -> dict[str, Any] | None:
+    """Return an update as a value that can be sent as JSON."""
+    return None if update is None else asdict(update)
 
 
-def _heard(told: dict[str, Any]) -> Update:
-    lists = {name: tuple(told[name]) for name in ("staleness",)}
-    keys = {
-        name: tuple((worker, portion) for worker, portion in told[name]) for name in ("brought", "dropped")
+def _from_message(message: dict[str, Any]) -> Update:
+    """Return the update of a received message, in which tuples have become lists."""
+    tuples: dict[str, Any] = {
+        "contributions": tuple(Contribution(**fields) for fields in message["contributions"]),
+        "staleness": tuple(message["staleness"]),
+        "brought": tuple(map(tuple, message["brought"])),
+        "dropped": tuple(map(tuple, message["dropped"])),
     }
-    contributions = tuple(Contribution(**one) for one in told["contributions"])
-    return Update(**{**told, **lists, **keys, "contributions": contributions})
+    return Update(**{**message, **tuples})

@@ -1,9 +1,8 @@
 """A worker of a parameter server: asks for a portion of the data, pulls the weights, and pushes its gradient,
 at its own pace.
 
-It is one device with a whole model. Nothing of it needs to be saved: when it is lost, its portion goes to
-another worker, and a new one begins by pulling the weights. When the servers are gone, it waits for the next
-ones.
+It has one device and a whole model. Its state need not be saved: when it is lost, its portion goes to another
+worker, and a new worker begins by pulling the weights. When the servers are gone, it waits for the next ones.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from shardwise.train.build import Training, build
 log = logging.getLogger("shardwise")
 
 RETRY_SECONDS = 0.5
-"""Before a worker whose servers are gone looks for the next ones."""
+"""Seconds that a worker waits after its servers are gone, before it looks for the next ones."""
 MEET_SECONDS = 60.0
-"""How long the servers may take to say where they are."""
+"""Seconds in which the servers must publish their addresses."""
 
 
 class Contributor:
@@ -74,8 +73,8 @@ def _build_alone(config: Config, worker: Worker, dataset: Dataset) -> Training:
     alone = config.model_copy(
         update={"layout": layout, "train": config.train.model_copy(update={"driver": "synchronous"})}
     )
-    own = replace(worker, rank=0, world=1)
-    return build(alone, choose(alone, 1), own, dataset, draw=False)  # weights come from the servers
+    only_worker = replace(worker, rank=0, world=1)
+    return build(alone, choose(alone, 1), only_worker, dataset, draw=False)  # weights come from the servers
 
 
 class _Connected:
@@ -95,8 +94,8 @@ class _Connected:
         """Version of the weights that each server sent last."""
 
     def work(self, link: WorkerLink) -> bool:
-        """Compute portions until there are no more, or the worker is asked to stop; return whether all is
-        done."""
+        """Compute portions until there are no more (return True), or the worker is asked to stop (return
+        False)."""
         count = 0
         while True:
             match _answer(self.wires[0], messages.Ask()):
@@ -162,18 +161,18 @@ class _Connected:
         noted = _answer(self.wires[0], brought(training, portion, loss, batch))
         if not isinstance(noted, messages.Noted):
             raise UntrustedMessage("no answer to a worker that brings")
-        if not noted.counts:  # what it had kept from before was in it
+        if not noted.counts:  # this gradient included the earlier residual, which must not be lost
             self.left_out = before
 
     def _batch(self, portion: int) -> list[Batch]:
         try:
             return batch_of(self.training, portion, self.rows)
-        except OSError as error:  # which no other server would mend
+        except OSError as error:  # other servers would not help
             raise RunFailed(f"the data of portion {portion} cannot be read: {error}") from error
 
     def _encoded(self, server: int, portion: int) -> Tensor:
-        """Return the gradient in this server's buffer as it is sent. What encoding leaves out is added to the
-        next gradient."""
+        """Return the encoded gradient in this server's buffer. With error feedback, what encoding leaves out
+        is added to the next gradient."""
         buffer = self.buffers[server]
         if self.codec is None:
             return buffer
@@ -186,14 +185,15 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
     """Return the micro-batches of a portion of `size` rows."""
     train, dataset = training.config.train, training.dataset
     count = -(-size // (train.micro_batch or size))
-    rows = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
+    parts = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
     return [
-        replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows
+        replace(to_batch(dataset.sequences(first, rows), training.mesh.device), first=first)
+        for first, rows in parts
     ]
 
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
-    """Return the loss of a portion, summed over its items; its gradient is left on the parameters."""
+    """Compute the gradient of a portion, and return its loss, summed over its items."""
     dtype = DTYPES[training.plan.model.dtypes.sums]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
@@ -205,10 +205,13 @@ def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
 
 
 def brought(training: Training, portion: int, loss: float, batch: Sequence[Batch]) -> messages.Bring:
-    """Return what a worker reports of a portion."""
-    items = sum(float(training.parallel.items(one)) for one in batch)
+    """Return a worker's report of a portion."""
     return messages.Bring(
-        portion, loss, items, sum(one.valid for one in batch), sum(one.checksum for one in batch)
+        portion,
+        loss,
+        items=sum(float(training.parallel.items(micro_batch)) for micro_batch in batch),
+        tokens=sum(micro_batch.valid for micro_batch in batch),
+        checksum=sum(micro_batch.checksum for micro_batch in batch),
     )
 
 

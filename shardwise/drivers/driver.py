@@ -1,11 +1,11 @@
-"""What a driver is: the way in which the devices of a run work together.
+"""The interface of a driver: the way in which the devices of a run work together.
 
-A driver has two parts. `Driver` is what is known before anything starts: the settings, what does not go with
-it, how many processes it needs, what the planner may assume. The job's schema, the planner, the command line
-and the proof ask it, so it needs no torch. `RankDriver` is what it keeps and does on one rank while training:
+A driver has two classes. `Driver` says what is known before a run starts: its settings, the jobs that it
+refuses, how many processes it needs, what the planner may assume. The job's schema, the planner, the command
+line and the proof use it, so it does not import torch. `RankDriver` is the part on one rank while training:
 where the gradients of a step come from, what follows an update, its part of a checkpoint.
 
-The answers written here are those of synchronous training. A driver overrides what differs.
+The defaults are those of synchronous training. A driver overrides what differs.
 """
 
 from __future__ import annotations
@@ -33,113 +33,116 @@ if TYPE_CHECKING:
 
 
 Rule = Callable[..., Iterator[str]]
-"""Gives the problems of a job, in words. Its parameters are the names of the tables that it needs."""
+"""Takes tables of a job, which its parameters name, and yields a message for each problem in them."""
 
 
 @dataclass(frozen=True)
 class WorkerCounts:
-    """How many workers a run has: on this machine, and over all machines the fewest and the most."""
+    """How many workers a run has."""
 
     here: int
+    """On this machine."""
     least: int
+    """Smallest number on all machines together."""
     most: int
+    """Largest number on all machines together."""
 
 
 class LooseWorker(Protocol):
-    """A worker that is no rank of a team, but computes for the ranks."""
+    """A worker that computes for the ranks of a team, and is not a rank itself."""
 
     def work(self, worker: Worker, ranks: int, link: WorkerLink) -> bool:
-        """Compute gradients for this many ranks. Return True if the run is done, and False if the ranks are
-        gone or this worker is asked to stop."""
+        """Compute gradients for this many ranks. Return True when the run is done, and False when the ranks
+        are gone or this worker is asked to stop."""
 
 
 class Driver:
-    """What is known of a driver before a run starts."""
+    """What is known about a driver before a run starts."""
 
     name: ClassVar[str]
-    """What a job calls it."""
+    """The value of `train.driver` that selects it."""
     summary: ClassVar[str]
-    """What it does, for the description of `train.driver`."""
+    """What the driver does, for the description of `train.driver`."""
     settings: ClassVar[type[Section] | None] = None
-    """Its own table of the job file, which has the driver's name; None: it has no settings."""
+    """Class of the driver's table in a job, which is named like the driver; None: it has no settings."""
     settings_summary: ClassVar[str] = ""
-    """What that table is about, in a few words."""
+    """Description of that table in a few words."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What a job with this driver must fulfil."""
+    """Checks of the jobs with this driver."""
     refused_axes: ClassVar[Mapping[str, str]] = {}
-    """Axes of the layout that must be 1, and why."""
+    """Axes of the layout whose degree must be 1, and why."""
 
     lockstep: ClassVar[bool] = True
-    """Whether all devices make every step together. That is what the planner predicts and `verify` proves."""
+    """Whether all devices make every step together, as the planner assumes and `verify` can prove."""
     varies_rows: ClassVar[bool] = False
-    """Whether a device may get another number of rows in each step: shapes change, and the order of sums."""
+    """Whether a device may get another number of rows in each step, so that shapes vary."""
     is_predicted: ClassVar[bool] = True
-    """Whether the planner's prediction of a step is written into the plan."""
+    """Whether the plan contains the planner's prediction of a step."""
     why_unsharded: ClassVar[str | None] = None
-    """Why all ranks hold one and the same copy of the weights; None: every rank has its own."""
+    """Why all ranks share one copy of the weights; None: every rank has its own."""
     ranks_on_host: ClassVar[bool] = False
-    """Whether ranks keep weights in host memory and compute on CPUs, whatever devices there are."""
+    """Whether ranks keep weights in host memory and compute on CPUs, even if there are GPUs."""
     workers_use_gpus: ClassVar[bool] = True
-    """Whether there is one worker per GPU where the job does not say how many."""
+    """Whether there is one worker per GPU by default."""
     talks_while_saving: ClassVar[bool] = False
     """Whether ranks send each other messages while a checkpoint may be written in the background."""
     has_loose_workers: ClassVar[bool] = False
-    """Whether there are workers that are no ranks, and come and go (`loose_worker`)."""
+    """Whether there are workers that are not ranks (`loose_worker`). They may join and leave at any time."""
     starts_own_processes: ClassVar[bool] = False
-    """Whether it cannot run in processes that torchrun or srun started."""
+    """Whether it needs shardwise's own launcher, and cannot run under torchrun or srun."""
     resumes_missing: ClassVar[bool] = False
-    """Whether it computes the sequences that a checkpoint lists as missing; else they are left out."""
+    """Whether a resumed run computes the sequences that a checkpoint lists as missing, or omits them."""
 
     # Before the start
 
     def groups(self, config: Config) -> int:
-        """Return how many groups of devices train by themselves."""
+        """Return the number of groups of devices that train independently of each other."""
         return 1
 
     def sums_gradients(self, layout: Layout) -> bool:
-        """Return whether gradients of several devices are summed; then they must be dense."""
+        """Return whether gradients of several devices are summed, which requires dense gradients."""
         return layout.world > 1
 
     def problems_of_frozen(self, module: str, parameter: str) -> Iterator[str]:
-        """Give what is wrong with a user's module that has a frozen parameter."""
+        """Yield a message if this driver refuses a user's module because it has this frozen parameter."""
         return iter(())
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse a run on more hosts than the driver allows."""
 
     def check_worker_counts(self, config: Config, counts: WorkerCounts, least_given: int | None) -> None:
-        """Refuse a number of workers, where `has_loose_workers`. `least_given` is what the command said."""
+        """Refuse wrong numbers of workers. Called if `has_loose_workers`. `least_given` is --min-workers."""
 
     def processes(
         self, config: Config, counts: WorkerCounts, first_host: bool
     ) -> tuple[Config, WorkerCounts]:
-        """Return the job with nothing left open that depends on the number of workers, and how many processes
-        there are: the workers, and what the driver starts beside them on the first host."""
+        """Return the job with all settings filled in that depend on the number of workers, and the numbers of
+        processes: the workers, and what the driver starts in addition on the first host."""
         return config, counts
 
     def check_memory(self, config: Config, plan: Plan) -> None:
-        """Refuse a job whose states do not fit into the memory of this host, where they are kept there."""
+        """Refuse a job whose states, if they are kept in host memory, do not fit there."""
 
     def saved_numbers(self, plan: Plan) -> int:
-        """Return how many numbers a checkpoint holds."""
+        """Return how many numbers a checkpoint contains."""
         return plan.groups * plan.state_numbers
 
     # Plans
 
     def job_to_plan(self, config: Config) -> Config:
-        """Return the job whose layout is planned: that of the ranks."""
+        """Return the job of the ranks, for which the layout is planned."""
         return config
 
     def first_plan(self, planner: Planner) -> Plan:
-        """Return the plan on all devices; raise a `ConfigError` that says why there is none."""
+        """Return the plan on all devices, or raise a `ConfigError` that says why there is none."""
         return planner.planned(planner.devices)
 
     def plan_on(self, planner: Planner, devices: int, least: int) -> Plan | None:
-        """Return the plan for as many of these devices as can be used; None if that is fewer than `least`."""
+        """Return the plan on as many of these devices as can be used; None if that is fewer than `least`."""
         return planner.fitted(devices, least)
 
     def parts_of_batch(self, plan: Plan) -> int:
-        """Return into how many parts the ranks split a global batch before the first step."""
+        """Return the number of equal parts in which the ranks first split a global batch."""
         return plan.groups * plan.layout.data_parallel
 
     # The header of a run
@@ -153,72 +156,72 @@ class Driver:
         return line
 
     def settings_without_effect(self, training: Training) -> list[str]:
-        """Return which settings change nothing in this run, and why."""
+        """Return a sentence for each setting that has no effect in this run."""
         return []
 
     # While training
 
     def on_rank(self, training: Training) -> RankDriver:
-        """Return what the driver does on this rank. Everything else of `training` is built."""
+        """Return the driver's part on this rank. Everything else in `training` is already built."""
         raise NotImplementedError
 
     def loose_worker(self, config: Config, worker: Worker, dataset: Dataset) -> LooseWorker:
-        """Return a worker that is no rank, where `has_loose_workers`."""
+        """Return a worker that is not a rank. Called if `has_loose_workers`."""
         raise AssertionError(f"every worker of the driver {self.name!r} is a rank")
 
 
 class RankDriver:
-    """What a driver keeps and does on one rank while training."""
+    """The part of a driver on one rank while training."""
 
     # A step
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
-        """Return where the gradients of the steps come from. `link` tells whether the run is to stop."""
+        """Return the source of the gradients. `link` tells it whether the run is asked to stop."""
         raise NotImplementedError
 
     def hears_votes(self, step: int) -> bool:
-        """Return whether all ranks tell each other in this step what they vote for."""
+        """Return whether the votes of all ranks are summed in this step."""
         return True
 
     def may_wait(self, step: int) -> bool:
-        """Return whether this rank may have to wait in this step for ranks that are at another step."""
+        """Return whether this rank may have to wait in this step for ranks that are at an earlier step."""
         return False
 
     def after_update(self, training: Training, votes: Tensor, again: Tensor) -> None:
-        """Follow an update of the weights. `votes` is the sum of the votes that this rank heard, to be summed
-        further; `again` says whether the step has to be made once more."""
+        """Called after every update of the weights. `votes` is the sum of the votes so far, which the driver
+        may sum over further ranks in place. `again` is true if the step has to be repeated."""
 
     def evaluated_weights(self, training: Training) -> AbstractContextManager[object]:
-        """Return a context in which the model has the weights that are evaluated."""
+        """Return a context in which the model has the weights to evaluate."""
         return nullcontext()
 
     def rows(self, training: Training) -> str:
-        """Return in words which rows of a global batch are this rank's."""
+        """Return a phrase that says which rows of a global batch this rank computes."""
         rows = training.shares.of(training.mesh.data_index)
         return f"rows {rows.start} to {rows.stop - 1} of its global batch"
 
     # The first weights
 
     def draws_weights(self, training: Training) -> bool:
-        """Return whether this rank draws first weights."""
+        """Return whether this rank draws the initial weights."""
         return True
 
     def begin(self, training: Training) -> None:
-        """The weights have their first values: those drawn, or those of a pretrained model."""
+        """Called when the weights have their initial values: drawn ones, or those of a pretrained model."""
 
     # Checkpoints
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The parameters that groups are exchanging now; a checkpoint names them."""
+        """The parameters that groups are exchanging now, which a checkpoint lists."""
         return ()
 
     def groups_in_checkpoint(self, training: Training) -> int:
-        """Return how many groups have weights and moments of their own in a checkpoint; 0: there are none."""
+        """Return how many groups save weights and moments of their own; 0: the run has no groups."""
         return 0
 
     def state(self, training: Training, own: State) -> State:
-        """Return all that this rank saves. `own` is the state of its model and its optimizer."""
+        """Return everything that this rank saves. `own` is the state of its model and its optimizer."""
         return own
 
     def state_to_fill(self, training: Training, own: State, manifest: Manifest) -> State:
@@ -226,14 +229,14 @@ class RankDriver:
         return own
 
     def filled(self, training: Training, state: State, manifest: Manifest) -> None:
-        """A checkpoint was loaded into this state."""
+        """Called after a checkpoint was loaded into `state`."""
 
     def saved(self, training: Training) -> None:
-        """The state was copied, and is written from the copy."""
+        """Called when a save has copied the state, so that training may change it."""
 
 
 def sums_gradients_only(train: Train, optimizer: Optimizer) -> Iterator[str]:
-    """Refuse an optimizer whose momenta are summed by devices in lockstep."""
+    """Yield a problem if devices would sum the optimizer's momenta, which only lockstep allows."""
     if optimizer.summed_momentum is not None:
         yield (
             f"train.driver = {train.driver!r}: leave optimizer.name = {optimizer.name!r} out, which sums "
@@ -242,9 +245,9 @@ def sums_gradients_only(train: Train, optimizer: Optimizer) -> Iterator[str]:
 
 
 def leave_out(what: str, section: str, table: Section, keys: Sequence[str], why: str = "") -> Iterator[str]:
-    """Give the problem that some of these keys of a table have other values than their defaults."""
-    given = [
+    """Yield a problem if some of these keys of a table differ from their defaults."""
+    changed = [
         f"{section}.{key}" for key in keys if getattr(table, key) != type(table).model_fields[key].default
     ]
-    if given:
-        yield f"{what}: leave {' and '.join(given)} out{why}"
+    if changed:
+        yield f"{what}: leave {' and '.join(changed)} out{why}"

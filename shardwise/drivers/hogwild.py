@@ -1,7 +1,7 @@
 """Hogwild! (Niu et al. 2011): processes of one host update one copy of the weights without a lock.
 
-Every micro-batch of a worker is an update, made at once in memory that all workers see
-(lock_free.py). After a global batch all meet, to record the step, to evaluate and to save.
+A worker makes an update with every micro-batch, directly in memory that all workers share (lock_free.py).
+After a global batch all workers wait for each other, to record the step, to evaluate and to save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HogwildSettings(Section):
 
 
 def hogwild_settings(config: Config) -> HogwildSettings:
-    """Return the table of Hogwild."""
+    """Return the table `[hogwild]` of a job."""
     table = getattr(config, Hogwild.name)
     assert isinstance(table, HogwildSettings), "the schema made it"
     return table
@@ -134,19 +134,19 @@ class HogwildRank(RankDriver):
         self.shared = shared
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
-        """Return gradients that are applied to shared weights in each micro-batch."""
+        """Return a source that updates the shared weights with each micro-batch."""
         from shardwise.drivers.lock_free import LockFree
 
         return LockFree(training, self.shared, hogwild_settings(training.config).locked)
 
     def draws_weights(self, training: Training) -> bool:
-        """The first worker draws for all."""
+        """Return whether this is the first worker, which draws the weights for all."""
         return training.peers.rank == 0
 
     def begin(self, training: Training) -> None:
-        """Wait until all workers have the first weights."""
-        training.peers.all_gather("has weights")  # nobody changes them before that
+        """Wait until all workers have the initial weights, before any worker changes them."""
+        training.peers.all_gather("has weights")
 
     def saved(self, training: Training) -> None:
-        """Wait until all workers have copied their state."""
-        training.peers.all_gather("has its copy")  # nobody writes before that
+        """Wait until all workers have copied their state, before any worker changes the weights."""
+        training.peers.all_gather("has its copy")

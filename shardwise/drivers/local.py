@@ -1,10 +1,10 @@
-"""Groups of devices that train by themselves and exchange weights now and then: local SGD, and DiLoCo.
+"""Groups of devices that train independently and exchange weights now and then: local SGD, and DiLoCo.
 
-A group has the whole layout, its own rows of every global batch, and its own optimizer. After every
-`local.sync_every` steps an outer optimizer makes a step on the mean of what the groups moved by
-(drivers/outer_optimizer.py), and all groups go on from there. The model of the run is what the groups
-agreed on last: the *anchor*. Between two exchanges nothing crosses between groups, so whatever all of them
-must agree on (to stop, to save) is agreed on when they exchange.
+Each group has the whole layout, its own rows of every global batch, and its own optimizer. After every
+`local.sync_every` steps an outer optimizer makes a step by the mean change of all groups
+(drivers/outer_optimizer.py), and all groups continue from the result, the *anchor*. It is the model of the
+run. Groups send each other nothing between two exchanges, so they decide together to stop or to save only
+when they exchange.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LocalSettings(Section):
 
 
 def local_settings(config: Config) -> LocalSettings:
-    """Return the table of local training."""
+    """Return the table `[local]` of a job."""
     table = getattr(config, LocalGroups.name)
     assert isinstance(table, LocalSettings), "the schema made it"
     return table
@@ -127,7 +127,8 @@ class LocalGroups(Driver):
         return local_settings(config).groups
 
     def saved_numbers(self, plan: Plan) -> int:
-        """The anchor, which is saved as the model, and its momentum come on top of each group's state."""
+        """Return the numbers of the groups' states, of the anchor, which is saved as the model, and of its
+        momentum."""
         return super().saved_numbers(plan) + plan.parameters + (plan.parameters - plan.frozen)
 
     def first_plan(self, planner: Planner) -> Plan:
@@ -135,7 +136,8 @@ class LocalGroups(Driver):
         return _plan_groups(planner, self.groups(planner.config), planner.devices)
 
     def plan_on(self, planner: Planner, devices: int, least: int) -> Plan | None:
-        """As many groups of the first plan's size as there are devices for, and the batch divides into."""
+        """Return the plan of the largest number of groups that fits on these devices and divides the batch.
+        Each group has the size that it has in the first plan."""
         size = planner.first.layout.world
         for groups in range(devices // size, 0, -1):
             if planner.config.train.global_batch % groups == 0 and groups * size >= least:
@@ -144,7 +146,7 @@ class LocalGroups(Driver):
         return None
 
     def describe_optimizer(self, config: Config, line: str) -> str:
-        """Return the line with how often all groups make an outer step."""
+        """Return the line, followed by how often all groups make an outer step."""
         every = local_settings(config).sync_every
         return f"{line}; an outer step of all groups every {'step' if every == 1 else counted(every, 'step')}"
 
@@ -165,7 +167,7 @@ class LocalGroups(Driver):
 
 
 def _plan_groups(planner: Planner, groups: int, devices: int) -> Plan:
-    """Return the plan of this many groups: each on its part of the batch, as if it were alone."""
+    """Return the plan of one group, for its part of the batch and of the devices."""
     from shardwise.plan import choose
 
     config = planner.config
@@ -173,8 +175,8 @@ def _plan_groups(planner: Planner, groups: int, devices: int) -> Plan:
         on = counted(devices, "device")
         raise ConfigError(f"the job on {on}", [f"local.groups = {groups}: does not divide {on}"])
     train = config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
-    part = config.model_copy(update={"train": train})
-    return replace(choose(part, devices // groups, planner.memory_bytes, planner.parameters), groups=groups)
+    job = config.model_copy(update={"train": train})
+    return replace(choose(job, devices // groups, planner.memory_bytes, planner.parameters), groups=groups)
 
 
 class LocalRank(OwnRowsRank):
@@ -199,11 +201,11 @@ class LocalRank(OwnRowsRank):
         return self.outer.waits_in(step)
 
     def after_update(self, training: Training, votes: Tensor, again: Tensor) -> None:
-        """Exchange weights, if this is the step for it.
+        """Exchange weights if an exchange begins or ends after this step.
 
-        Scales of float8 are a group's own, so a group may have to make its step again while others do not. It
-        comes to the exchange once the step is made, and the others wait. That is why the host has to ask the
-        device here.
+        Each group has its own float8 scales, so one group may have to repeat its step while the others wait
+        for it. It takes part in the exchange only after the repetition. So the host has to read `again` from
+        the device here.
         """
         step = training.step + 1
         if not self.outer.waits_in(step) or (training.parallel.scales is not None and bool(again)):
@@ -214,8 +216,8 @@ class LocalRank(OwnRowsRank):
 
     @contextmanager
     def evaluated_weights(self, training: Training) -> Iterator[None]:
-        """The anchor is evaluated. Afterwards the group has its own weights again, and in float8 their
-        scales."""
+        """Return a context in which the model has the anchor's weights. Afterwards it has the weights of the
+        group again, and in float8 their scales."""
         with self.outer.anchor_in_model():
             yield
         if training.parallel.scales is not None:
@@ -234,14 +236,16 @@ class LocalRank(OwnRowsRank):
         return self.outer.state(own, training.mesh.coordinate("group"))
 
     def state_to_fill(self, training: Training, own: State, manifest: Manifest) -> State:
-        """Return the tensors to load; a run with fewer groups in the checkpoint shares their states."""
+        """Return the tensors to load. If the checkpoint has fewer groups than this run, several groups load
+        the state of the same group."""
         if not manifest.groups:
             return own
         group = training.mesh.coordinate("group") % manifest.groups
         return self.outer.state_to_fill(own, group, manifest.under_way)
 
     def filled(self, training: Training, state: State, manifest: Manifest) -> None:
-        """A checkpoint of a run without groups is where all groups begin."""
+        """Continue the exchange that a checkpoint contains. If it is of a run without groups, its weights
+        become the anchor."""
         if not manifest.groups:
             self.outer.reset_anchor()
             return

@@ -1,13 +1,14 @@
 """Updates without a lock: each micro-batch of a worker is an update of the weights that all workers share
 (Niu et al. 2011).
 
-A step of the run is a global batch, and every worker has its rows of it. But instead of adding up the
-gradients of its micro-batches, it makes an update with each, at once, in memory that all workers see
-(asynchronous/shared_memory.py). Within a step no worker waits for another. At its end all meet, because they
-have to agree on what is recorded, and whether to stop, to save or to evaluate. So a large global batch means
-few such waits, and a checkpoint never has half an update.
+A step of the run is a global batch, and every worker has its rows of it. A worker does not add up the
+gradients of its micro-batches: it makes an update with each, in memory that all workers share
+(asynchronous/shared_memory.py). Within a step no worker waits for another. At its end all wait for each
+other, to agree on the record of the step and on whether to stop, to save or to evaluate. So a larger global
+batch means fewer waits, and a checkpoint never contains half an update.
 
-One worker alone makes the updates of a synchronous run on one device whose global batch is a micro-batch.
+A single worker makes the same updates as a synchronous run on one device whose global batch is one
+micro-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardwise.train.steps import divisor, gradient_norm
 
 
 class LockFree(RankRows):
-    """Makes the updates of a step itself; other sources give a gradient for one update."""
+    """Makes the updates of a step. Other sources only compute the gradient of one update."""
 
     def __init__(self, training: Training, shared: SharedState, takes_lock: bool) -> None:
         super().__init__(training)
@@ -48,13 +49,13 @@ class LockFree(RankRows):
         items = count_items(training, batch, tokens)
         loss, sums = torch.zeros((), dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         for micro_batch in batch:
-            own = training.parallel.items(micro_batch)
-            mean, norm, counts = self._update(micro_batch, at_least_some(own))
-            loss += mean.double() * (own / items)
+            micro_batch_items = training.parallel.items(micro_batch)
+            mean, norm, counts = self._update(micro_batch, at_least_some(micro_batch_items))
+            loss += mean.double() * (micro_batch_items / items)
             sums += torch.tensor([float(norm), *counts], dtype=torch.float64)
-            if not (mean + norm).isfinite():  # its gradient stays, so that it can be named
+            if not (mean + norm).isfinite():  # keep its gradient, so that the error can name the parameter
                 break
-        norms, *totals = training.comm.sum_over_data(sums)  # where all workers meet
+        norms, *totals = training.comm.sum_over_data(sums)  # all workers wait for each other here
         return Drawn(
             loss, tokens, self.checksum(batch), norm=norms / totals[0], updates=Updates(*map(int, totals))
         )

@@ -1,8 +1,8 @@
-"""The drivers by the names that a job gives them (`train.driver`).
+"""The drivers by name (`train.driver`).
 
-A driver is imported when it is first asked for, by the text of its address. So everything that knows the
-names (the job's schema, the planner, the command line) stays below the drivers, and a driver may use all of
-training.
+A driver is imported when it is first used, by the text of its module path. So the packages that use this
+registry (the job's schema, the planner, the command line) do not import the drivers, and a driver may import
+all of training.
 """
 
 from __future__ import annotations

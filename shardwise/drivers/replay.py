@@ -1,9 +1,10 @@
 """A parameter server and its workers on one device, under a simulated clock.
 
-Scheduler, gradient store and rules are those of a run of many processes (asynchronous/), with workers that
-take turns in one process. Each worker has a speed, and takes a random time around it for every portion, from
-a seed; some are lost now and then and come back. So staleness and its cost can be studied without waiting and
-without the noise of the machine, and an order of events that led to a mistake can be repeated.
+The scheduler, the gradient store and the rules are those of a run of many processes (asynchronous/), but the
+workers take turns in one process. Each worker has a mean speed, and the time for a portion varies around it
+at random, from a seed; some workers are lost now and then and come back. So staleness and its cost can be
+studied without waiting and without the noise of the machine, and an order of events that led to an error can
+be repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Pace:
     spread: float = 0.1
     """Standard deviation of that time, relative to it."""
     losses: float = 0.0
-    """Share of the portions during which the worker is lost, and with it what it computes."""
+    """Share of the portions during which the worker is lost, so that the portion has to be computed again."""
 
 
 class Replay(Contributions):
@@ -57,7 +58,7 @@ class Replay(Contributions):
         return super().draw()
 
     def _hand_out(self) -> None:
-        """Hand portions to all workers that wait."""
+        """Give a portion to each waiting worker."""
         waiting, self._idle = self._idle, []
         for worker in waiting:
             task = self.only_scheduler.ask(worker, seconds=0.0)
@@ -72,7 +73,7 @@ class Replay(Contributions):
             )
 
     def _next_event(self) -> None:
-        """Go on to when the next worker is done, or lost."""
+        """Advance the clock until the next worker has computed its portion, or is lost."""
         assert self._busy, "nobody works, and nothing is due"
         self.clock, _, worker, portion, weights = heapq.heappop(self._busy)
         if self._chance.random() < self._paces[worker].losses:
@@ -89,8 +90,7 @@ class Replay(Contributions):
             start += parameter.numel()
 
     def _compute(self, worker: str, portion: int, weights: Tensor) -> None:
-        """Compute a portion with the weights that the worker had read; afterwards the servers' weights are in
-        place again."""
+        """Compute a portion with the weights that the worker had read, and restore those of the servers."""
         training = self.training
         self._put(weights)
         batch = batch_of(training, portion, self.rows)

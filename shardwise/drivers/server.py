@@ -1,9 +1,9 @@
-"""A parameter server: workers bring gradients, each at its own pace, and servers make the updates.
+"""A parameter server: workers send gradients, each at its own pace, and servers make the updates.
 
-The servers are the ranks of the run. They share weights and optimizer states as ZeRO-3 does, in host memory.
-The workers are *loose*: each has a whole model on a device of its own, and one that is lost is no fault of
-the team. A global batch is cut into portions; a worker asks for one, pulls the weights and pushes its
-gradient (asynchronous/). docs/asynchronous.md tells what staleness costs.
+The servers are the ranks of the run. They shard weights and optimizer states as ZeRO-3 does, in host memory.
+The workers are *loose*: each has a whole model on its own device, and losing one does not end the team. A
+global batch is cut into portions; a worker asks for one, pulls the weights and pushes its gradient
+(asynchronous/). docs/asynchronous.md tells what staleness costs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _layout(train: Train, layout: Layout) -> Iterator[str]:
 
 
 class ParameterServer(WholeModels):
-    """Workers bring gradients to servers, each worker at its own pace."""
+    """Workers send gradients to servers, each worker at its own pace."""
 
     name = TABLE
     summary = "a parameter server that workers bring gradients to, each at its own pace"
@@ -82,7 +82,7 @@ class ParameterServer(WholeModels):
         )
 
     def check_worker_counts(self, config: Config, counts: WorkerCounts, least_given: int | None) -> None:
-        """Refuse a smallest number of workers, and a batch that does not divide into portions."""
+        """Refuse --min-workers, and a batch that does not divide into portions."""
         count = server_settings(config).portions or counts.most
         if least_given is not None:
             raise UserError(
@@ -97,7 +97,7 @@ class ParameterServer(WholeModels):
     def processes(
         self, config: Config, counts: WorkerCounts, first_host: bool
     ) -> tuple[Config, WorkerCounts]:
-        """Return the job with its number of portions, and the workers with the servers added."""
+        """Return the job with its number of portions filled in, and the counts with the servers added."""
         table = server_settings(config)
         filled = table.model_copy(update={"portions": table.portions or counts.most})
         servers = table.servers
@@ -112,7 +112,7 @@ class ParameterServer(WholeModels):
 
         table = server_settings(config)
         layout = Layout(data=table.servers, zero=3 if table.servers > 1 else 0)  # type: ignore[call-arg]
-        rows = config.train.global_batch // (table.portions or 1)  # what they evaluate at a time
+        rows = config.train.global_batch // (table.portions or 1)  # rows that they evaluate at a time
         batch = {"global_batch": table.servers * rows, "micro_batch": rows}
         return config.model_copy(update={"layout": layout, "train": config.train.model_copy(update=batch)})
 
@@ -121,15 +121,16 @@ class ParameterServer(WholeModels):
         return planner.planned(server_settings(planner.config).servers)
 
     def plan_on(self, planner: Planner, devices: int, least: int) -> Plan | None:
-        """Workers come and go; the servers are always as many, and one worker at least has to be there."""
+        """Return the first plan, because the number of servers is constant; None: no device is left for a
+        worker."""
         return planner.first if devices > server_settings(planner.config).servers else None
 
     def parts_of_batch(self, plan: Plan) -> int:
-        """Return 1: servers do not split a batch, workers take portions of it."""
+        """Return 1, because servers do not split a batch: workers take portions of it."""
         return 1
 
     def describe_devices(self, training: Training, lines: dict[str, str]) -> dict[str, str]:
-        """Return lines about the servers, the portions and the staleness in place of devices."""
+        """Return lines about the servers, the portions and the staleness instead."""
         config = training.config
         bound = server_settings(config).staleness_bound
         cut = counted(server_settings(config).portions or 1, "portion")
@@ -151,7 +152,7 @@ class ParameterServer(WholeModels):
 
 
 class ServerRank(RankDriver):
-    """A server: it sums the gradients that workers brought."""
+    """A server, which sums the gradients of its workers."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         """Return the sums of gradients that workers send."""
@@ -165,5 +166,5 @@ class ServerRank(RankDriver):
         )
 
     def rows(self, training: Training) -> str:
-        """Return in words that a server has no rows of its own."""
+        """Return a phrase for a server, which has no rows of its own."""
         return "gradients that workers brought"

@@ -59,12 +59,12 @@ class ServerSettings(Section):
 
     @property
     def codec(self) -> RowCodec | None:
-        """How gradients are encoded; None: they are sent as they are."""
+        """The codec of gradients; None: they are not encoded."""
         return None if self.compression is None else parse_row_codec(self.compression)
 
     @property
     def predicts(self) -> bool:
-        """Whether workers get weights that are moved on to where they will be."""
+        """Whether workers get extrapolated weights, instead of the present ones."""
         return self.prediction and self.max_staleness != 0
 
     @property
@@ -74,14 +74,14 @@ class ServerSettings(Section):
 
 
 def server_settings(config: Config) -> ServerSettings:
-    """Return the table of the parameter server."""
+    """Return the table `[server]` of a job."""
     table = getattr(config, TABLE)
     assert isinstance(table, ServerSettings), "the schema made it"
     return table
 
 
 def portions(config: Config) -> int:
-    """Return into how many portions a global batch is cut."""
+    """Return the number of portions of a global batch."""
     count = server_settings(config).portions
     assert count is not None, "filled in before workers start"
     return count

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Synchronous(Driver):
-    """All devices in lockstep, with as many rows each."""
+    """All devices in lockstep, each with the same number of rows."""
 
     name = "synchronous"
     summary = "all devices in lockstep"
@@ -31,7 +31,7 @@ class OwnRowsRank(RankDriver):
     """A rank that computes the gradient of its own rows."""
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
-        """Return gradients of this rank's own rows."""
+        """Return the source of gradients of this rank's own rows."""
         from shardwise.train.sources import RankRows
 
         return RankRows(training)

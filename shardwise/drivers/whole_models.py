@@ -1,4 +1,4 @@
-"""Rules of the drivers whose workers have a whole model each: a parameter server, and Hogwild."""
+"""Rules of the drivers whose workers each have a whole model: a parameter server, and Hogwild."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class WholeModels(Driver):
 
 
 def splits_model(train: Train, layout: Layout, allowed: Collection[str] = ()) -> Iterator[str]:
-    """Give the keys of the layout that would split a model; `allowed` are those that may be given."""
-    usual = {key for key, value in layout.__dict__.items() if value == type(layout).model_fields[key].default}
-    if given := sorted(layout.model_fields_set - usual - {"data", *allowed}):
+    """Yield a problem if the layout has other keys than `data` and those that are `allowed`."""
+    fields = type(layout).model_fields
+    defaults = {key for key, value in layout.__dict__.items() if value == fields[key].default}
+    if refused := sorted(layout.model_fields_set - defaults - {"data", *allowed}):
         yield (
             f"train.driver = {train.driver!r}: each of layout.data workers has a whole model; leave "
-            f"layout.{', layout.'.join(given)} out"
+            f"layout.{', layout.'.join(refused)} out"
         )
 
 
 def no_scales(train: Train) -> Iterator[str]:
-    """Give what needs numbers that all gradients of a step agree on."""
+    """Yield a problem for a precision whose scales all gradients of a step must share."""
     what = f"train.driver = {train.driver!r}"
     if train.precision == "float16":
         yield (
@@ -43,7 +44,7 @@ def no_scales(train: Train) -> Iterator[str]:
 
 
 def no_experts(model: Model, train: Train) -> Iterator[str]:
-    """Give that a model with experts does not go with such workers."""
+    """Yield a problem if the model has experts."""
     if model.experts:
         yield (
             f"train.driver = {train.driver!r}: not with experts, whose loads are known to single workers "

@@ -1,10 +1,9 @@
 """The exact global gradient norm, for any sharding.
 
-A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over those
-axes and no others (a replicated gradient summed over its replicas would count several times). Parameters are
-grouped by the axes they are sharded over, and each group costs one all-reduce of a single number per axis.
-All ranks go through the groups in the order of their names, so they make the same sums in the same order,
-whichever parameters they hold.
+A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over these
+axes and no others: a sum over replicas would count a gradient several times. Parameters are grouped by the
+axes they are sharded over, and each group costs one all-reduce of a single number per axis. All ranks process
+the groups in alphabetical order, so that collectives match.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shardwise.models.torch_dtypes import wide
 
 
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
-    """Return the 2-norm of all gradients together, the same number on every rank, in float32 or better."""
+    """Return the 2-norm of all gradients together, the same on every rank, in float32 or float64."""
     pieces: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     dtypes = set()  # dtypes of weights, because a pipeline stage of frozen weights has no gradients
     for parameter in parameters:

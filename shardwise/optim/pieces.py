@@ -1,4 +1,4 @@
-"""The part of a parameter, with gradient and state, that a rank updates."""
+"""The part of a parameter that a rank updates, with its gradient and state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Piece:
     """Number of steps done, a float32 scalar."""
 
     def chunks(self, size: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield (weight, gradient, slots…) in chunks of `size` numbers; all at once where a tensor is not
+        """Yield (weight, gradient, slots…) in chunks of `size` numbers, or as a whole if a tensor is not
         contiguous."""
         tensors = (self.weight, self.gradient, *self.slots)
         if self.weight.numel() <= size or not all(tensor.is_contiguous() for tensor in tensors):

@@ -2,13 +2,14 @@
 random.
 
 bfloat16 has eight significant bits. The neighbours of 1.0 are 0.9961 and 1.0078, so rounding to the nearest
-loses an update of the size of a learning rate: the weights of norms would stay 1 for ever, as would every
-weight once the learning rate is small enough, and a second moment with beta2 = 0.999 would never fall. A
-number that is rounded up with a probability equal to its share of the way to the upper neighbour is right on
-average, and small updates add up (Gupta et al. 2015).
+loses an update of the size of a learning rate: the weights of norms would stay 1 forever, every weight would
+stop changing once the learning rate is small enough, and a second moment with beta2 = 0.999 would never fall.
+Instead, a number is rounded up with a probability equal to its distance from the lower neighbour, relative to
+the distance of the two neighbours. Then the expected value is the number itself, and small updates add up
+(Gupta et al. 2015).
 
 The random bits are a hash of (seed, name, step, index of the element in the whole weight) and depend on
-nothing else. So copies of a weight stay equal to the bit, every layout rounds alike, and a resumed run rounds
+nothing else. So copies of a weight stay bitwise equal, every layout rounds alike, and a resumed run rounds
 like one that never stopped.
 
 States stay in bfloat16. Where an optimizer has a GPU kernel for it, an update is one pass over memory (AdamW:
@@ -35,13 +36,13 @@ Slices = tuple[slice, ...]
 
 
 class Rounding:
-    """Updates this rank's bfloat16 parameters, with random bits that depend on where their elements are in
-    the whole model."""
+    """Updates this rank's bfloat16 parameters. The random bits depend on the index of each element in its
+    whole parameter."""
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], slices: Mapping[nn.Parameter, Slices], seed: int
     ) -> None:
-        """`slices` is this rank's slice of each parameter, and `names` are those of the whole model."""
+        """`slices` is this rank's slice of each parameter, and `names` its name in the whole model."""
         self._widths = {parameter: _width(parameter, slices[parameter]) for parameter in names}
         self._places = {
             parameter: _place(parameter, slices[parameter], _key(seed, name))
@@ -57,7 +58,7 @@ class Rounding:
         divide_by: Tensor,
         skip: Tensor,
     ) -> None:
-        """Make one step of these pieces in place; change nothing where `skip` is 1."""
+        """Make one step of these pieces in place; change nothing if `skip` is 1."""
         steps = [piece.step for piece in pieces]
         torch._foreach_add_(steps, 1 - skip)
         done = torch.stack(steps).clamp(min=1)
@@ -103,8 +104,8 @@ class Rounding:
 
 
 class _Block:
-    """Rows and columns of a parameter that are updated at a time; the first element is at (top, left) of this
-    rank's piece."""
+    """Rows and columns of a piece that are updated at a time; the first element is at (top, left) of the
+    piece."""
 
     def __init__(
         self, weight: Tensor, gradient: Tensor, *slots: Tensor, top: int, left: int, place: Tensor
@@ -156,9 +157,9 @@ def _hash(words: Tensor) -> Tensor:
 
 
 def _width(parameter: Tensor, slices: Slices) -> int | None:
-    """Return how many of this rank's elements are contiguous in the whole parameter, or None where all are.
-    Only the first two dims are ever split. In one long row a GPU finds an element's index without a
-    division."""
+    """Return how many of this rank's elements in a row are contiguous in the whole parameter, or None if all
+    are: then the kernel computes an element's index without a division. Only the first two dims are ever
+    split."""
     if len(slices) < 2 or slices[1].stop - slices[1].start == parameter.shape[1]:
         return None
     return int(slices[1].stop - slices[1].start) * prod(parameter.shape[2:])

@@ -24,16 +24,16 @@ from shardwise.optim.sharded import ShardedOptimizer
 def update_rows(
     optimizer: ShardedOptimizer, lr: float, divide_by: Tensor, skip: Tensor, shared: bool = False
 ) -> dict[nn.Parameter, Tensor]:
-    """Make one update of all parameters with sparse gradients, and of all others too where they are `shared`;
-    change nothing where `skip` is 1. The gradients are taken off the parameters and returned."""
-    taken = {}
+    """Make one update of all parameters with sparse gradients, and of the others too if weights are `shared`;
+    change nothing if `skip` is 1. The gradients are removed from the parameters and returned."""
+    gradients = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and (parameter.grad.is_sparse or shared):
-                if not skip:  # the host has waited for the device before, to know the rows
+                if not skip:  # reading it costs no extra wait: the host has waited for the number of rows
                     _update(optimizer, parameter, lr, group["weight_decay"], divide_by, shared)
-                taken[parameter], parameter.grad = parameter.grad, None
-    return taken
+                gradients[parameter], parameter.grad = parameter.grad, None
+    return gradients
 
 
 def _update(
@@ -46,7 +46,7 @@ def _update(
 ) -> None:
     gradient, state, settings = parameter.grad, optimizer.state_of(parameter), optimizer.settings
     assert gradient is not None, "the caller has checked"
-    rows = gradient.indices()[0] if gradient.is_sparse else None  # None: all of them
+    rows = gradient.indices()[0] if gradient.is_sparse else None  # None: all rows
     values = (gradient.values() if gradient.is_sparse else gradient) / divide_by.to(parameter.dtype)
     state["step"] += 1
     tensors = [parameter.detach(), *(state[slot] for slot in settings.slots)]

@@ -1,7 +1,7 @@
 """This rank's part of an optimizer: its state, and the pieces of parameters that an update changes.
 
-An optimizer treats each number of a weight by itself, so an update needs only this rank's pieces of DTensors.
-DTensor would find that out in half a second at the first step and some milliseconds at each step.
+An optimizer treats each number of a weight independently, so an update needs only this rank's pieces of
+DTensors. DTensor's dispatch would take half a second for this in the first step, and milliseconds in each.
 
 Decay applies to matrices only, not to embeddings, norms and biases.
 """
@@ -26,7 +26,7 @@ Group = dict[str, object]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Holds the optimizer's state of this rank's parameters; the function `update` makes the steps."""
+    """Holds the optimizer's state for this rank's parameters. The function `optim.update` makes the steps."""
 
     def __init__(self, groups: list[Group], settings: Optimizer, rounding: Rounding | None = None) -> None:
         """`rounding` must be given where states are bfloat16."""
@@ -36,7 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._compressed: set[nn.Parameter] = set()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter; create it, as zeros, where there is none yet."""
+        """Return the state of a parameter, which is created as zeros at the first call."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -44,8 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def register(self, compressor: Compressor, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let a compressor sum momenta in place of gradients, if the optimizer works so; call this before the
-        first step."""
+        """Let a compressor sum momenta instead of gradients if the optimizer has a `summed_momentum`. Call
+        this before the first step."""
         momentum = self.settings.summed_momentum
         if momentum is None:
             return
@@ -79,8 +79,8 @@ def make_optimizer(
 ) -> ShardedOptimizer:
     """Return the optimizer of these parameters without the frozen ones.
 
-    `embeddings` are the names of weights that are looked up, which do not decay. `slices_of` returns this
-    rank's slice of a parameter; None: all of it. `seed` decides how bfloat16 states are rounded.
+    `embeddings` are the names of embedding weights, which do not decay. `slices_of` returns this rank's slice
+    of a parameter; None: ranks hold whole parameters. `seed` is that of stochastic rounding.
     """
     names = {parameter: name for name, parameter in named}
     rounding = None
@@ -91,8 +91,8 @@ def make_optimizer(
 
 
 def _groups(names: Mapping[nn.Parameter, str], decay: float, embeddings: Collection[str]) -> list[Group]:
-    """Return the trained parameters by decay and mesh, those with decay first: kernels take tensors of one
-    mesh."""
+    """Return the trained parameters as groups of one mesh each, as kernels require, with or without decay.
+    Groups with decay come first."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
     for parameter, name in names.items():
         if parameter.requires_grad:
@@ -112,8 +112,8 @@ def _whole(tensor: Tensor) -> Slices:
 
 
 def _split_as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return the gradient split as its parameter is: torch 2.11 makes a sum of uneven pieces whole on every
-    rank, and its first numbers would be taken for the piece."""
+    """Return the gradient with the placements of its parameter. torch 2.11 replicates a sum of uneven pieces
+    on every rank, and the first numbers of it are not this rank's piece."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
     same = gradient.placements == parameter.placements

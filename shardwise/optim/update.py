@@ -35,15 +35,15 @@ CHUNK = 1 << 24
 def update(
     optimizer: ShardedOptimizer, lr: float, divide_by: Tensor, skip: Tensor, shared: bool = False
 ) -> None:
-    """Make one step with gradients divided by `divide_by`; change nothing where `skip` is 1.
+    """Make one step with gradients divided by `divide_by`; change nothing if `skip` is 1.
 
-    Both are scalars, `skip` float32. With `shared`, other processes update the same weights meanwhile.
+    Both are scalars, `skip` in float32. With `shared`, other processes update the same weights concurrently.
     """
     updated = update_rows(optimizer, lr, divide_by, skip, shared)
     device = next(
         (parameter.device for group in optimizer.param_groups for parameter in group["params"]), skip.device
     )
-    # Offloaded parameters are updated on the host, which must wait for these two numbers; torch would not.
+    # Offloaded parameters are updated on the host, which must wait for these two numbers; torch does not.
     scalars = _Scalars(lr, divide_by.to(device), skip.to(device))
     momenta = optimizer.with_summed_momenta()
     for group in optimizer.param_groups:
@@ -83,7 +83,7 @@ def _update_from_gradients(
 def _update_by_kernel(settings: Optimizer, pieces: list[Piece], decay: float, scalars: _Scalars) -> None:
     divide_by, skip = scalars.divide_by, scalars.skip
     weights, gradients = [piece.weight for piece in pieces], [piece.gradient for piece in pieces]
-    if divide_by.dtype == torch.float64:  # a kernel would read it as float32, and a proof in float64 fail
+    if divide_by.dtype == torch.float64:  # a kernel reads it as float32, which is too coarse for a proof
         torch._foreach_div_(gradients, torch.where(skip > 0, 1.0, divide_by))
         divide_by = torch.ones_like(skip)
     slots = [[piece.slots[index] for piece in pieces] for index in range(len(settings.slots))]

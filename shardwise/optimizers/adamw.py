@@ -6,21 +6,20 @@ Two moments are kept for each weight, running means of the gradient and of its s
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     w = w (1 - lr decay) - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
 
-Dividing by 1 - beta^t makes up for moments that begin as zeros. Decay is decoupled: it is not part of the
-gradient, so the second moment does not divide it away.
+Dividing by 1 - beta^t corrects the bias of moments that begin as zeros. Decay is decoupled: it is not part of
+the gradient, so it is not divided by the second moment.
 
-torch's fused kernel does it in one pass over memory; bfloat16 states have a Triton kernel on GPUs
-(optimizers/adamw_kernel.py). Cost: 8 bytes of state a parameter in float32.
+torch's fused kernel makes an update in one pass over memory; for bfloat16 states there is a Triton kernel on
+GPUs (optimizers/adamw_kernel.py).
 
-**Shared weights.** Where several processes update the same tensors without a lock, a first moment may be read
-that has another's gradient in it, with a second moment that has not. Where the second is near zero, their
-quotient would be a step of any size: one such row, and the run is lost. No history of gradients makes the
-quotient larger than
+**Shared weights.** If several processes update the same tensors without a lock, a process may read a first
+moment that includes another's gradient, and a second moment that does not. If the second moment is near zero,
+their quotient can be arbitrarily large, and one such step ruins the run. But for any gradients
 
     |m| / sqrt(v) <= (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2))
 
-(Cauchy-Schwarz over the two weighted sums), so the first moment is cut to that. Moments that belong together
-are never cut.
+(Cauchy-Schwarz over the two weighted sums). So the first moment is clamped to this bound, which never changes
+moments that belong together.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from shardwise.optimizers.base import Slots, Updated
+
 
 def check_betas(betas: tuple[float, float]) -> tuple[float, float]:
-    """Return two decay rates, if they are such that running means exist."""
+    """Return the two decay rates; raise if one is not in [0, 1)."""
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError("both must be at least 0 and below 1")
     return betas
@@ -62,37 +63,23 @@ class Adam(Optimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
         """Return the update of a weight by the formula in the module's docstring."""
         first, second = self._moments(gradient, slots)
         return self._moved(weight, first, second, lr, decay, step), (first, second)
 
     def update_shared(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the same, with the first moment cut to what some history of gradients could have made."""
+        self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
+        """Return the same, with the first moment clamped to the bound in the module's docstring."""
         first, second = self._moments(gradient, slots)
-        sound = second.clamp(min=0)
-        most = sound.sqrt().mul_(largest_quotient(*self.betas))
-        moved = self._moved(weight, first.clamp(-most, most), sound, lr, decay, step)
+        positive = second.clamp(min=0)
+        bound = positive.sqrt().mul_(largest_quotient(*self.betas))
+        moved = self._moved(weight, first.clamp(-bound, bound), positive, lr, decay, step)
         return moved, (first, second)
 
-    def _moments(self, gradient: Tensor, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _moments(self, gradient: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         (beta1, beta2), (first, second) = self.betas, slots
         return beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient * gradient
 
@@ -115,7 +102,7 @@ class Adam(Optimizer):
         divide_by: Tensor,
         skip: Tensor,
     ) -> None:
-        """Update by torch's kernel, which divides, skips and counts by itself."""
+        """Update with torch's kernel, which also divides, skips and counts steps."""
         from torch.optim.adamw import adamw
 
         first, second = slots
@@ -143,12 +130,8 @@ class AdamW(Adam):
 
     name: Literal["adamw"] = Field("adamw", description="AdamW (Loshchilov & Hutter, 2019)")
 
-    def describe(self, rounds: bool) -> str:
-        """Return the kernel, or how states are rounded."""
-        return "AdamW on bfloat16 weights and moments, rounded by chance" if rounds else "AdamW, fused kernel"
-
     def warning(self, codec: str, feedback: bool) -> str | None:
-        """Return that signs with error feedback did worse than 1-bit Adam."""
+        """Return a warning about signs with error feedback, which did worse than 1-bit Adam."""
         if codec != "sign" or not feedback:
             return None
         return (
@@ -162,15 +145,14 @@ class AdamW(Adam):
         return self.betas[0]
 
     def reference(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """Return torch's AdamW, one tensor at a time."""
+        """Return torch's AdamW, which updates one tensor at a time."""
         import torch
 
         return torch.optim.AdamW(groups, betas=self.betas, eps=self.epsilon, foreach=False, fused=False)
 
 
 def largest_quotient(beta1: float, beta2: float) -> float:
-    """Return the largest quotient of a first moment and the root of the second, whatever the gradients
-    were."""
+    """Return the bound on |m| / sqrt(v) in the module's docstring."""
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
 
 
@@ -185,7 +167,7 @@ def _rounded_on_gpu(
     place: Tensor,
     decay: float,
 ) -> None:
-    """Run the Triton kernel, which is imported on a GPU alone: Triton comes with torch for GPUs."""
+    """Run the Triton kernel. It is imported here because only torch for GPUs comes with Triton."""
     from shardwise.optimizers.adamw_kernel import update
 
     update(weight, gradient, first, second, numbers, place, *betas, epsilon, decay)

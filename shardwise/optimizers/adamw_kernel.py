@@ -1,8 +1,8 @@
-"""The update of bfloat16 states on a GPU as one kernel. Imported where there is one alone: Triton comes with
-torch for GPUs.
+"""AdamW's update of bfloat16 states on a GPU as one kernel. This module is imported only if there is a GPU,
+because Triton comes with torch for GPUs.
 
-What optim/rounding.py does in some dozens of passes over memory is one pass over 14 bytes a parameter here,
-by the same arithmetic; tests compare them.
+The kernel makes one pass over 14 bytes per parameter, where optim/rounding.py needs some dozens of passes.
+The arithmetic is the same, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Elements that one program updates."""
+"""Number of elements that one program updates."""
 
 
 @triton.jit
@@ -25,9 +25,9 @@ def _hash(words):
 
 
 @triton.jit
-def _round(number, chance):
-    """As in optim/rounding.py: float32 to bfloat16, up or down by a chance from 0 to 65535."""
-    bits = (number.to(tl.uint32, bitcast=True) + chance) & 0xFFFF0000
+def _round(number, random_bits):
+    """Return float32 numbers as bfloat16, rounded with 16 random bits as in optim/rounding.py."""
+    bits = (number.to(tl.uint32, bitcast=True) + random_bits) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
@@ -45,19 +45,19 @@ def _update(
         tl.load(numbers + 3),
         tl.load(numbers + 4),
     )
-    drawn, offset, whole_row = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    step_key, offset, whole_row = tl.load(place), tl.load(place + 1), tl.load(place + 2)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at if ONE_ROW else at // width * whole_row + at % width
-    bits = _hash((there + offset).to(tl.uint32) ^ drawn.to(tl.uint32))
-    own = at < count
-    g = tl.load(gradient + at, mask=own).to(tl.float32) / divide_by
-    m = beta1 * tl.load(first + at, mask=own).to(tl.float32) + (1 - beta1) * g
-    v = beta2 * tl.load(second + at, mask=own).to(tl.float32) + (1 - beta2) * g * g
-    w = tl.load(weight + at, mask=own).to(tl.float32)
+    index = at if ONE_ROW else at // width * whole_row + at % width  # in the whole parameter, less offset
+    bits = _hash((index + offset).to(tl.uint32) ^ step_key.to(tl.uint32))
+    valid = at < count
+    g = tl.load(gradient + at, mask=valid).to(tl.float32) / divide_by
+    m = beta1 * tl.load(first + at, mask=valid).to(tl.float32) + (1 - beta1) * g
+    v = beta2 * tl.load(second + at, mask=valid).to(tl.float32) + (1 - beta2) * g * g
+    w = tl.load(weight + at, mask=valid).to(tl.float32)
     w = w * (1 - lr * decay) - lr * (m / unbias1 / (tl.sqrt(v / unbias2) + epsilon))
-    tl.store(weight + at, _round(w, bits & 0xFFFF), mask=own)
-    tl.store(first + at, _round(m, bits >> 16), mask=own)
-    tl.store(second + at, _round(v, bits >> 16), mask=own)
+    tl.store(weight + at, _round(w, bits & 0xFFFF), mask=valid)
+    tl.store(first + at, _round(m, bits >> 16), mask=valid)
+    tl.store(second + at, _round(v, bits >> 16), mask=valid)
 
 
 def update(
@@ -72,7 +72,8 @@ def update(
     epsilon: float,
     decay: float,
 ) -> None:
-    """All four of shape (rows, columns) and contiguous; the rest as in optim/rounding.py."""
+    """Update in place. The first four are contiguous, (rows, columns); `numbers` and `place` are those that
+    optim/rounding.py gives a `RoundingKernel`."""
     (rows, columns), count = weight.shape, weight.numel()
     if count:
         with torch.cuda.device(weight.device):

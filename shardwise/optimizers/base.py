@@ -2,12 +2,13 @@
 
 An optimizer is a frozen value, made from the `[optimizer]` table of a job. Its fields are the settings that
 a user may write. Its methods say how a weight is updated, which tensors are kept for that, what an update
-costs, and in which jobs it cannot be used. So memory, plan, checkpoint, proof and header ask this object,
-and a new optimizer is one file: `name`, `title`, `slots` and `update` are required, everything else has a
-default.
+costs, and in which jobs it cannot be used. The rest of the program asks this object, so a new optimizer is
+one file: `name`, `title`, `slots` and `update` are required, everything else has a default.
 
-An update must treat each number of a weight by itself. That is what lets the engine (shardwise/optim) hand it
-any piece of a weight: a shard, some rows of a table, a block that is rounded to bfloat16.
+Each tensor that is kept for a weight (a *slot*) costs 4 bytes per parameter in float32, and 2 in bfloat16.
+
+An update must treat each number of a weight independently. Then the engine (shardwise/optim) can pass it any
+piece of a weight: a shard, some rows of a table, a block that is rounded to bfloat16.
 
 This package is imported to read a job, so torch is imported inside methods only.
 """
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    Slots = Sequence[Tensor]
+    """One tensor for each name in `Optimizer.slots`."""
+    Updated = tuple[Tensor, tuple[Tensor, ...]]
+    """The new weight and the new slots."""
+
 ROUNDED_BYTES = 500.0
-"""Bytes that an update moves for each parameter where torch's operators round the states to bfloat16 by
-chance. They were counted operator by operator, with two slots; most of them are for the hash."""
+"""Bytes per parameter that an update moves when torch's operators round states stochastically to bfloat16.
+They were counted operator by operator, with two slots; most of them are for the hash."""
 NORM_NUMBERS = 3
-"""Numbers that the gradient norm and the division of gradients move for each parameter, before the update."""
+"""Numbers per parameter that the gradient norm and the division of gradients move before the update."""
 
 
 class TrainSettings(Protocol):
@@ -64,20 +70,20 @@ class LayoutSettings(Protocol):
 
 @dataclass(frozen=True)
 class SummedMomentum:
-    """A momentum that devices sum in place of gradients, once gradients would be compressed."""
+    """A momentum that devices sum instead of gradients while sums are compressed."""
 
     slot: str
-    """The state that holds it."""
+    """Name of the slot that holds it."""
     decay: float
-    """The share of it that stays from one step to the next."""
+    """Its decay rate: the factor that it is multiplied by in each step."""
 
 
 @dataclass(frozen=True)
 class RoundingKernel:
-    """A GPU kernel that updates bfloat16 states and rounds them by chance, in one pass over memory."""
+    """A GPU kernel that updates bfloat16 states with stochastic rounding, in one pass over memory."""
 
     numbers: Callable[[Tensor], list[Tensor]]
-    """From the step counts of all parameters, the numbers that the kernel takes for each of them."""
+    """Takes the step counts of all parameters (n), and returns the kernel's further scalars, each (n)."""
     update: Callable[..., None]
     """Takes (weight, gradient, slots…, numbers, place, decay); see optim/rounding.py."""
 
@@ -86,11 +92,11 @@ class Optimizer(Section, ABC):
     """How weights are updated: the `[optimizer]` table of a job."""
 
     title: ClassVar[str]
-    """The name in sentences, for example `AdamW`."""
+    """Name of the optimizer in sentences, for example `AdamW`."""
     lock_free: ClassVar[bool] = False
     """Whether processes may update the same weights at the same time without a lock (`update_shared`)."""
     fused: ClassVar[bool] = False
-    """Whether one kernel of torch's updates many tensors at once (`update_fused`)."""
+    """Whether a fused kernel updates many tensors at once (`update_fused`)."""
 
     name: str = Field(description="which optimizer updates the weights")
     weight_decay: float = Field(
@@ -100,7 +106,7 @@ class Optimizer(Section, ABC):
     @model_validator(mode="before")
     @classmethod
     def _lists_to_tuples(cls, values: object) -> object:
-        """TOML has lists where these settings are tuples."""
+        """Return the values with tuples for lists, because TOML has no tuples."""
         if not isinstance(values, dict):
             return values
         return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
@@ -112,26 +118,19 @@ class Optimizer(Section, ABC):
     def slots(self) -> tuple[str, ...]:
         """The names of the tensors that are kept for each parameter, each shaped like the parameter.
 
-        They begin as zeros, and are saved in checkpoints under these names. The number of steps done is kept
-        for every parameter anyway.
+        They begin as zeros, and are saved in checkpoints under these names. The number of steps is always
+        kept, and is no slot.
         """
 
     @abstractmethod
     def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new weight and the new slots, without changing what is given.
+        self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
+        """Return the new weight and the new slots; do not change the arguments.
 
         Weight, gradient and slots are plain tensors of one shape and one dtype, float32 or float64. `decay`
-        is `weight_decay`, or 0 for a parameter that is not decayed. `step` counts from 1, as a float64 scalar
-        on the device.
+        is `weight_decay`, or 0 for a parameter that does not decay. `step` is a float64 scalar on the device,
+        and 1 in the first step.
         """
 
     def update_fused(
@@ -146,76 +145,64 @@ class Optimizer(Section, ABC):
         divide_by: Tensor,
         skip: Tensor,
     ) -> None:
-        """Do the same to many tensors in place, by one kernel, where `fused` is true.
+        """Update many tensors in place with one kernel. It is called only if `fused` is true.
 
-        Gradients are divided by `divide_by`; nothing changes where `skip` is 1, else `steps` are counted on.
+        Gradients are divided by `divide_by`, and each of `steps` is increased by 1. If `skip` is 1, nothing
+        changes.
         """
         raise NotImplementedError
 
     def update_shared(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the same as `update`, where other processes write the slots meanwhile (`lock_free`).
+        self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
+        """Return the same as `update`, while other processes may write the slots (`lock_free`).
 
-        Of two slots, one may be from before another's update and one from after it.
+        One slot may be from before another process's update, and another slot from after it.
         """
         return self.update(weight, gradient, slots, lr=lr, decay=decay, step=step)
 
     def rounding_kernel(self, device_type: str) -> RoundingKernel | None:
-        """Return the kernel for bfloat16 states on this kind of device; None: torch's operators do it."""
+        """Return the kernel for bfloat16 states on this type of device; None: torch's operators are used."""
         return None
 
     # -- compressed sums -------------------------------------------------------------------------------------
 
     @property
     def summed_momentum(self) -> SummedMomentum | None:
-        """The momentum that devices sum in place of gradients once compression has begun; None: they sum
-        gradients."""
+        """The momentum that devices sum instead of gradients once compression has begun; None: they always
+        sum gradients."""
         return None
 
     def update_from_momentum(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the new weight and slots from a momentum that devices have summed; such steps are not
-        counted."""
+        self, weight: Tensor, momentum: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
+        """Return the new weight and slots, given the momentum that devices have summed. `step` stays at the
+        last step with summed gradients."""
         raise NotImplementedError
 
     def needs_whole_states(self, layout: LayoutSettings) -> bool:
-        """Return whether its states cannot be sharded with this layout's compression: then zero is 0."""
+        """Return whether states cannot be sharded with this layout's compression; then `layout.zero` is 0."""
         return False
 
     def without_compression(self) -> Optimizer:
-        """Return the optimizer that this one is where nothing is compressed."""
+        """Return the optimizer that makes the same updates in a job without compression."""
         return self
 
     # -- what it costs ---------------------------------------------------------------------------------------
 
     @property
     def numbers_moved(self) -> float:
-        """Numbers that an update reads and writes for each parameter, the norm before it included.
+        """Numbers per parameter that an update reads and writes, including those of the gradient norm.
 
-        One kernel reads the weight, the gradient and the slots, and writes all but the gradient.
+        By default they are those of one kernel that reads the weight, the gradient and the slots, and writes
+        the weight and the slots.
         """
         return 3 + 2 * len(self.slots) + NORM_NUMBERS
 
     def update_bytes(self, width: int, rounds: bool, compiled: bool) -> float:
-        """Return the bytes that an update moves for each parameter, of `width` bytes a number.
+        """Return the bytes per parameter that an update moves, with `width` bytes per number.
 
-        `rounds`: states are rounded to bfloat16 by chance. `compiled`: the device has kernels for that.
+        `rounds`: states are rounded stochastically to bfloat16. `compiled`: the device runs Triton kernels.
         """
         has_kernel = compiled and self.rounding_kernel("cuda") is not None
         return ROUNDED_BYTES if rounds and not has_kernel else width * self.numbers_moved
@@ -223,36 +210,36 @@ class Optimizer(Section, ABC):
     # -- what it says, and what it refuses -------------------------------------------------------------------
 
     def describe(self, rounds: bool) -> str:
-        """Return its line in the header of a run. `rounds`: states are bfloat16, rounded by chance."""
+        """Return the line about the optimizer in the header of a run. `rounds`: states are bfloat16."""
         if rounds:
-            return f"{self.title} on bfloat16 weights and states, rounded by chance"
+            return f"{self.title} on bfloat16 weights and states, rounded stochastically"
         return f"{self.title}, fused kernel" if self.fused else self.title
 
     def problems(self, train: TrainSettings, layout: LayoutSettings, zero: int) -> Iterator[str]:
-        """Yield what keeps this job from using the optimizer, and what to write instead.
+        """Yield a message for each reason why this job cannot use the optimizer, with what to write instead.
 
-        `zero` is the stage of sharding that the layout asks for, at least.
+        `zero` is the lowest stage of ZeRO that the layout may get.
         """
         yield from ()
 
     def warning(self, codec: str, feedback: bool) -> str | None:
-        """Return why gradients compressed by this codec, with error feedback or without, train worse than
-        they could; None: nothing is known against them."""
+        """Return a warning if training with gradients compressed by this codec is known to be worse than with
+        another optimizer, else None. `feedback` says whether error feedback is used."""
         return None
 
     @property
     def momentum_per_step(self) -> float | None:
-        """The share of an update that the next one repeats, by momentum; None: it cannot be told.
+        """The share of an update that momentum repeats in the next one; None: not known.
 
-        A parameter server extrapolates weights by it (`server.prediction`).
+        A parameter server uses it to extrapolate weights (`server.prediction`).
         """
         return None
 
     # -- the proof -------------------------------------------------------------------------------------------
 
     def reference(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """Return an independent implementation, which `shardwise verify --against plain` steps with.
+        """Return an independent implementation for `shardwise verify --against plain`; None: there is none.
 
-        Groups have `params` and `weight_decay`. It must share no code with `update`. None: there is none.
+        Each of `groups` has `params` and `weight_decay`. It must share no code with `update`.
         """
         return None

@@ -2,16 +2,16 @@
 
     w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)        m = beta2 m + (1 - beta2) g
 
-The momentum that is kept decays more slowly than the one whose sign is taken. Steps are larger than AdamW's
-on average, so the authors use a learning rate 3 to 10 times smaller, and a decay as many times larger.
+The stored momentum decays more slowly than the one whose sign is taken. Steps are larger than AdamW's on
+average, so the authors use a learning rate 3 to 10 times smaller, and a weight decay 3 to 10 times larger.
 
-Cost: 4 bytes of state a parameter in float32, half of AdamW's. torch has no kernel for it, so an update is
-eight operators, which together move three times as many bytes as AdamW's kernel.
+There is one slot, so states take half the memory of AdamW's. torch has no kernel for it: an update is eight
+operators, which together move three times as many bytes as AdamW's kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -22,6 +22,8 @@ from shardwise.optimizers.base import NORM_NUMBERS, Optimizer
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from shardwise.optimizers.base import Slots, Updated
 
 
 class Lion(Optimizer):
@@ -39,19 +41,12 @@ class Lion(Optimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The momentum, under the name of the authors' code."""
+        """The momentum, under the name that the authors' code uses."""
         return ("exp_avg",)
 
     def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
         """Return the update of a weight by the formula in the module's docstring."""
         (beta1, beta2), (momentum,) = self.betas, slots
         direction = momentum.lerp(gradient, 1 - beta1).sign_()
@@ -60,17 +55,17 @@ class Lion(Optimizer):
 
     @property
     def numbers_moved(self) -> float:
-        """Numbers that the operators of an update move, counted operator by operator, and those of the
-        norm."""
+        """Numbers per parameter that an update moves: those of its operators, which were counted one by one,
+        and those of the gradient norm."""
         return 21 + NORM_NUMBERS
 
     def reference(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """Return the paper's algorithm, weight by weight."""
+        """Return the paper's algorithm, which updates one weight at a time."""
         return _textbook()(groups, {"lr": 0.0, "betas": self.betas})
 
 
 def _textbook() -> Callable[..., torch.optim.Optimizer]:
-    """Return the class of the reference; torch is not there when this file is imported."""
+    """Return the class of the reference. It is made here because this file is imported without torch."""
     import torch
 
     class TextbookLion(torch.optim.Optimizer):

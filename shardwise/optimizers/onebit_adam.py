@@ -1,23 +1,23 @@
-"""1-bit Adam (Tang et al. 2021): AdamW that lives with compressed sums.
+"""1-bit Adam (Tang et al. 2021): AdamW for compressed sums.
 
-AdamW divides by the root of its second moment, a mean of squared gradients. Of gradients that arrive in
-bursts, most of them held back and added later, the squares are too large, and steps become too short. So
-1-bit Adam learns the second moment in a warm-up without compression and keeps it from then on; what is left
-is linear, and nothing that comes late is lost. And it compresses the first moment, which changes slowly,
-rather than the gradient: device i sends
+AdamW divides by the root of its second moment, a mean of squared gradients. With error feedback most of a
+gradient is held back and added later, in bursts. The squares of bursts are too large, so steps become too
+short. 1-bit Adam learns the second moment in a warm-up without compression, and then keeps it constant. The
+rest of the update is linear in the gradients, so a part that arrives late has its full effect. And it
+compresses the first moment, which changes slowly, instead of the gradient: device i sends
 
     (1 - beta1) gradient_i + beta1 momentum / devices
 
-and the sum is the next momentum. Any codec will do; signs gave it its name. Weights that are not compressed
-go on as with AdamW.
+and the sum is the next momentum. Any codec can be used; the paper's is one bit, the sign. Weights whose sums
+are not compressed are updated as by AdamW.
 
-A warm-up has to be long enough for the second moment to settle: some 1 / (1 - beta2) steps, and a tenth of
-the run is usual.
+The warm-up has to be long enough for the second moment to settle: about 1 / (1 - beta2) steps. A tenth of the
+run is usual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -27,6 +27,8 @@ from shardwise.optimizers.base import LayoutSettings, Optimizer, SummedMomentum,
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from shardwise.optimizers.base import Slots, Updated
 
 
 class OneBitAdam(Adam):
@@ -43,26 +45,19 @@ class OneBitAdam(Adam):
 
     @property
     def summed_momentum(self) -> SummedMomentum | None:
-        """The first moment, which devices sum in place of gradients."""
+        """The first moment, which devices sum instead of gradients."""
         return SummedMomentum("exp_avg", self.betas[0])
 
     def update_from_momentum(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return a step with the new momentum, and the second moment as it was after `step` steps."""
+        self, weight: Tensor, momentum: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
+        """Return the update by the new momentum, with the second moment as it was after `step` steps."""
         second = slots[1]
         size = (second / (1 - self.betas[1] ** step)).sqrt() + self.epsilon
         return weight * (1 - lr * decay) - lr * (momentum / size), (momentum, second)
 
     def needs_whole_states(self, layout: LayoutSettings) -> bool:
-        """Return whether the devices that compress a momentum would share it in shards."""
+        """Return True if sums over all axes are compressed: ZeRO shards the momentum over those devices."""
         return layout.compression_axes == "all"
 
     def without_compression(self) -> Optimizer:
@@ -71,14 +66,14 @@ class OneBitAdam(Adam):
         return AdamW.model_validate(settings)
 
     def describe(self, rounds: bool) -> str:
-        """Return what it does before compression begins, and after."""
+        """Return what the optimizer does before compression begins, and after."""
         return (
             "1-bit Adam: AdamW at first, then momentum that devices exchange compressed, with a constant "
             "variance"
         )
 
     def problems(self, train: TrainSettings, layout: LayoutSettings, zero: int) -> Iterator[str]:
-        """Yield that it needs compression, a warm-up before it, and whole float32 momenta."""
+        """Yield a problem for each lack: of compression, of a warm-up, and of whole float32 momenta."""
         what = "optimizer.name = '1bit-adam'"
         if layout.compression is None:
             yield (

@@ -1,12 +1,12 @@
-"""The optimizers that a job may name: ours, and those of other packages.
+"""The optimizers that a job may name: those of this folder, and those of other packages.
 
-A package adds an optimizer by an entry point of the group `shardwise.optimizers`, whose name is the one that
-a job writes and whose value is the class:
+A package adds an optimizer by an entry point of the group `shardwise.optimizers`. Its name is the optimizer's
+name in a job, and its value is the class:
 
     [project.entry-points."shardwise.optimizers"]
     mine = "my_package.optimizer:Mine"
 
-It is imported when a job names it, and not before.
+The class is imported when a job names it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DEFAULT = "adamw"
 BUILT_IN: dict[str, type[Optimizer]] = {
     str(kind.model_fields["name"].default): kind for kind in (AdamW, OneBitAdam, SGD, Lion)
 }
-"""By the name that a job writes."""
+"""The optimizers of this folder by name."""
 
 
 def find(name: str) -> type[Optimizer]:
-    """Return the optimizer of this name; a `UserError` says that there is none, or why it cannot be used."""
+    """Return the optimizer of this name; raise a `UserError` if there is none or it cannot be used."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     for entry in entry_points(group=GROUP, name=name):
@@ -43,7 +43,7 @@ def find(name: str) -> type[Optimizer]:
 
 
 def names() -> list[str]:
-    """Return every name that a job may write, ours first."""
+    """Return every name that a job may write, those of this folder first."""
     return [*BUILT_IN, *sorted({entry.name for entry in entry_points(group=GROUP)} - BUILT_IN.keys())]
 
 
@@ -53,7 +53,7 @@ def from_table(table: Mapping[str, object]) -> Optimizer:
 
 
 def kind_of(table: Mapping[str, object]) -> type[Optimizer]:
-    """Return the optimizer whose settings the table has: the one that it names, or the default."""
+    """Return the class of the optimizer that an `[optimizer]` table names, or the default."""
     name = table.get("name", DEFAULT)
     return find(name) if isinstance(name, str) else BUILT_IN[DEFAULT]
 
@@ -66,7 +66,7 @@ def _load(entry: EntryPoint) -> type[Optimizer]:
     except Exception as error:  # a package of others may raise anything
         raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise UserError(f"{what} is no class that derives from shardwise.optimizers.Optimizer")
+        raise UserError(f"{what} is no subclass of shardwise.optimizers.Optimizer")
     if missing := sorted(kind.__abstractmethods__):
         raise UserError(f"{what} lacks {', '.join(missing)}")
     if (declared := kind.model_fields["name"].default) != entry.name:

@@ -3,11 +3,10 @@
     g = g + decay w        b = momentum b + g        w = w - lr b
 
 With `nesterov` (Sutskever et al. 2013) the weight moves by g + momentum b instead, as if the next step's
-momentum were already there. Decay is part of the gradient here, as everywhere in SGD's literature, so it
-passes through the momentum and the clipping does not see it.
+momentum were already known. Decay is added to the gradient, as is usual for SGD: it becomes part of the
+momentum, but not of the norm that gradients are clipped by.
 
-Cost: 4 bytes of state a parameter in float32, none with momentum 0. torch's fused kernel does an update in
-one pass over memory.
+There is one slot, and none with momentum 0. torch's fused kernel makes an update in one pass over memory.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from shardwise.optimizers.base import LayoutSettings, Optimizer, TrainSettings
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from shardwise.optimizers.base import Slots, Updated
 
 
 class SGD(Optimizer):
@@ -40,19 +41,12 @@ class SGD(Optimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The running sum, under torch's name, if there is one."""
+        """The running sum of gradients, under torch's name; nothing without momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def update(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        slots: Sequence[Tensor],
-        *,
-        lr: float,
-        decay: float,
-        step: Tensor,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
+    ) -> Updated:
         """Return the update of a weight by the formula in the module's docstring."""
         gradient = gradient + decay * weight
         if not slots:
@@ -73,7 +67,7 @@ class SGD(Optimizer):
         divide_by: Tensor,
         skip: Tensor,
     ) -> None:
-        """Update by torch's kernel, which divides and skips by itself."""
+        """Update with torch's kernel, which also divides and skips, but does not count steps."""
         import torch
         from torch.optim.sgd import sgd
 
@@ -86,13 +80,13 @@ class SGD(Optimizer):
         torch._foreach_add_(steps, 1 - skip)
 
     def describe(self, rounds: bool) -> str:
-        """Return its momentum with the rest."""
+        """Return the line about the optimizer, with its momentum."""
         kind = "Nesterov's momentum" if self.nesterov else "momentum"
-        how = "on bfloat16 states, rounded by chance" if rounds else "fused kernel"
+        how = "on bfloat16 states, rounded stochastically" if rounds else "fused kernel"
         return f"SGD, {kind} {self.momentum:g}, {how}" if self.momentum else f"SGD without momentum, {how}"
 
     def problems(self, train: TrainSettings, layout: LayoutSettings, zero: int) -> Iterator[str]:
-        """Yield that Nesterov's momentum needs momentum."""
+        """Yield a problem if Nesterov's momentum is asked for with momentum 0."""
         if self.nesterov and not self.momentum:
             yield (
                 "optimizer.nesterov = true: has no effect with optimizer.momentum = 0; leave one of them out"
@@ -100,11 +94,11 @@ class SGD(Optimizer):
 
     @property
     def momentum_per_step(self) -> float | None:
-        """The share of the running sum that stays."""
+        """The factor of the running sum in each step."""
         return self.momentum
 
     def reference(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        """Return torch's SGD, one tensor at a time."""
+        """Return torch's SGD, which updates one tensor at a time."""
         import torch
 
         return torch.optim.SGD(

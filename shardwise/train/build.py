@@ -1,8 +1,8 @@
-"""From a job and a plan to everything a step needs, on this rank.
+"""Builds everything that a step needs on this rank, from a job and a plan.
 
-`Training` is the only mutable thing in a run besides the tensors: the step reached, the sequences seen and
-the loss scale. `build` makes it, `start_from_seed` draws its weights, `restore` moves it to a checkpoint,
-`save` writes one; `keep_copy` and `recall` do the same with a neighbour's memory.
+Besides the tensors, `Training` is the only mutable state of a run: the step, the sequences seen and the loss
+scale. `build` makes it, and `start_from_seed` draws its weights. `restore` loads a checkpoint and `save`
+writes one; `recall` and `keep_copy` do the same with the memory of other workers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass
 class Training:
-    """A run in memory: what never changes, and the step, the data position and the loss scale that do."""
+    """The state of a run on this rank: constant parts, and the step, the data position and the loss scale."""
 
     config: Config
     plan: Plan
@@ -70,42 +70,41 @@ class Training:
     dataset: Dataset
     checkpointer: Checkpointer
     peers: Peers
-    """Connections for messages between steps. A save in the background has others, so that messages of two
-    threads are not mixed up."""
+    """Connections for messages between steps. A save in the background uses other connections, so that the
+    messages of two threads are not mixed up."""
     scale: LossScale
     shares: RowShares
     """Rows of the global batch that each device computes in the first step of a team; they may change
     later."""
     rank_driver: RankDriver = field(init=False)
-    """The part of the run's driver on this rank; it is made when everything else is built."""
+    """The part of the run's driver on this rank, which is made after everything else."""
     folder_files: State = field(default_factory=dict)
     """On the main rank, the files of the Hugging Face folder that the model came from, which each save
     includes."""
     step: int = 0
     missing: tuple[range, ...] = ()
-    """Sequences among those seen whose gradients a parameter server's workers had not brought yet."""
+    """Sequences among those seen whose gradients a parameter server has not received yet."""
     sequences: int = 0
-    """Number of sequences that the run has seen, after which its data continues: `step` times the batch,
-    unless the batch was changed."""
+    """Number of sequences that the run has seen: `step` times the batch, unless the batch was changed."""
 
 
 def build(
     config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None, draw: bool = True
 ) -> Training:
-    """Join the peers, open the data, and build the model on the mesh. With `draw`, weights get their initial
-    values; without, the caller must give them values."""
+    """Join the other ranks, open the data, and build the model on the mesh. With `draw`, weights get their
+    initial values; without it, the caller must set them."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = with_data_settings(config, dataset)
-    asked = ModelSpec.of(config), config.optimizer, config.train.compile
-    assert (plan.model, plan.optimizer, plan.compile) == asked, "the plan was made for another job"
+    of_job = ModelSpec.of(config), config.optimizer, config.train.compile
+    assert (plan.model, plan.optimizer, plan.compile) == of_job, "the plan was made for another job"
     driver, train = driver_of(config), config.train
     mesh = join(worker, plan.layout, "cpu" if driver.ranks_on_host else config.run.device, plan.groups)
     if mesh.device.type == "cuda":
         _prepare_gpu(mesh.device, train.deterministic, plan.model.float8 is not None)
-    # Random numbers of modules have other seeds (models/unallocated.py, parallel/seeds.py).
+    # Initial weights and dropout have seeds of their own (models/unallocated.py, parallel/seeds.py).
     torch.manual_seed(train.seed)
     comm = Comm(mesh)
-    # It builds another model, because it calls forward, which may change the state of a user's module.
+    # The check builds a separate model: it calls forward, which may change the state of a user's module.
     check_module(config, plan.layout)
     parallel = parallelise(plan, comm)
     optimizer = make_optimizer(
@@ -153,7 +152,7 @@ def check_float8(device: torch.device) -> None:
 
 
 def restore(training: Training, folder: str) -> None:
-    """Load the state of a checkpoint, from which the run continues."""
+    """Load a checkpoint, from which the run continues."""
     manifest = read_manifest(folder)
     same_world = manifest.world == training.mesh.worker.world
     training.step, training.sequences = manifest.step, manifest.sequences
@@ -184,7 +183,7 @@ def start_from_seed(training: Training) -> None:
 
 @torch.no_grad()
 def start_from_pretrained(training: Training, folder: Path) -> None:
-    """Start with the weights of a Hugging Face folder. Every rank reads one whole tensor after the other, and
+    """Start with the weights of a Hugging Face folder. Every rank reads one whole tensor at a time, and
     copies its part."""
     named: dict[str, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in training.parallel.named_parameters():
@@ -196,9 +195,9 @@ def start_from_pretrained(training: Training, folder: Path) -> None:
 
 
 def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
-    """Load the other files of the Hugging Face folder that the model came from, on the main rank: from the
-    first of these checkpoints that has them, else from the folder. If the run has another tokenizer, they are
-    dropped, because they belong to another model.
+    """Load the files beside the weights in the Hugging Face folder that the model came from: from the first
+    of these checkpoints that has them, else from the folder. If the run has another tokenizer, they do not
+    fit the model, and are dropped. Called on the main rank.
     """
     folder = training.config.model.pretrained
     for address in checkpoints:
@@ -219,16 +218,16 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
 
 
 def _chat_template(training: Training) -> State:
-    """Return the chat template of the data as a file, if the model's folder has none or another: the model
-    learns to answer by this one."""
+    """Return the chat template of the data as a file, because the model learns to answer by it; nothing if
+    the model's folder has the same template."""
     folder = training.config.model.pretrained
-    given = find_template(Path(folder) / TOKENIZER) if folder is not None else None
+    of_folder = find_template(Path(folder) / TOKENIZER) if folder is not None else None
     streams = [stream.tokens for stream in training.dataset.streams if stream.tokens.index.holds_answers]
     templates = (find_template(tokens.folder) for tokens in streams)
-    learnt = next((template for template in templates if template is not None), None)
-    if learnt is None or (given is not None and given.source == learnt.source):
+    of_data = next((template for template in templates if template is not None), None)
+    if of_data is None or (of_folder is not None and of_folder.source == of_data.source):
         return {}
-    return {file_key(TEMPLATE): torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
+    return {file_key(TEMPLATE): torch.frombuffer(bytearray(of_data.source.encode()), dtype=torch.uint8)}
 
 
 def save(training: Training, wait: bool = True) -> str:
@@ -296,8 +295,8 @@ def _own_state(training: Training) -> State:
 
 @torch.no_grad()
 def _share_tied(training: Training) -> None:
-    """Both copies of a tied weight are on this rank, where first and last stage are; the last of them was
-    loaded."""
+    """Copy each tied weight and its state to its second copy, if this rank has first and last stage. Loading
+    fills only one of the two copies."""
     loaded = dict(training.parallel.named_parameters())
     for name, copy in training.parallel.named_parameters():
         if name in loaded and loaded[name] is not copy:

@@ -1,8 +1,8 @@
-"""What a job asks for that the run it continues did not, where it changes what the next steps do.
+"""Notes on settings that differ between a job and the run that it continues, and that affect the next steps.
 
-A run may go on with another batch, another length or other data: nothing is refused, and nothing changes
-unsaid. The data goes on after the sequences seen, the learning rate by the step. A batch that grows along the
-way (a ramp) thus sees every sequence once, and the schedule stays what it was planned to be, in steps.
+A run may continue with another batch, another length or other data. Nothing is refused, but every change is
+reported. The data continue after the sequences seen, the learning rate by the step. So if the batch is
+increased during a run (a ramp), every sequence is still seen once, and the schedule keeps its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.config import Config, Train
 from shardwise.plan.learning_rate import learning_rate, turns
 
 MOST_COMPARED = 10_000
-"""Steps, or up to twice as many: rank 0 compares them while the others wait for the first step."""
+"""About how many steps two schedules are compared at (up to twice as many), while other ranks wait."""
 _ORDER = (
     ("train", "seed"),
     *(
@@ -32,10 +32,10 @@ _SCHEDULE = tuple(
 
 
 def changes(manifest: Manifest, config: Config) -> Iterator[str]:
-    """A sentence for each kind of change between the run that saved this checkpoint and the job that goes on
-    from it."""
+    """Yield a sentence for each kind of change between the run that saved this checkpoint and the job that
+    continues from it."""
     if not manifest.train:
-        return  # weights from elsewhere, with no training behind them
+        return  # imported weights, which no run of ours has trained
     batch = _differing(manifest, config, _BATCH)
     if _differing(manifest, config, _ORDER):
         yield (
@@ -55,7 +55,7 @@ def changes(manifest: Manifest, config: Config) -> Iterator[str]:
 
 
 def _rescheduled(changed: str, manifest: Manifest, train: Train) -> Iterator[str]:
-    """From which step on the learning rate is another than it would have been; nothing if it never is."""
+    """Yield the first step at which the learning rate differs from the earlier schedule; nothing if none."""
     try:
         before = Train.model_validate(
             {key: manifest.train[key] for _, key in _SCHEDULE if key in manifest.train}
@@ -74,9 +74,9 @@ def _rescheduled(changed: str, manifest: Manifest, train: Train) -> Iterator[str
 
 
 def _compared(steps: range, before: Train, now: Train) -> list[int]:
-    """The steps at which two schedules are compared: all of them; of very many some, evenly spaced, and those
-    at which a schedule turns, since two smooth curves that differ between turns differ nearly everywhere
-    there.
+    """Return the steps at which two schedules are compared. If there are too many for all, they are evenly
+    spaced, together with the steps around each turn of a schedule: two smooth curves that differ anywhere
+    between turns differ nearly everywhere there.
     """
     near_turns = {turn + after for train in (before, now) for turn in turns(train) for after in (0, 1)}
     return sorted(
@@ -85,7 +85,7 @@ def _compared(steps: range, before: Train, now: Train) -> list[int]:
 
 
 def _differing(manifest: Manifest, config: Config, keys: Iterable[tuple[str, str]]) -> str:
-    """Which of these settings have changed, and how."""
+    """Return which of these settings have changed, and how; an empty text if none has."""
     wanted = config.model_dump(mode="json")
     triples = [
         (f"{section}.{key}", getattr(manifest, section).get(key), wanted[section][key])

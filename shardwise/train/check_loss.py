@@ -1,13 +1,13 @@
 """Check, before the first step, that the loss of a user's own module is a sum.
 
-A module that returns a mean would train: its loss is divided by the tokens of the global batch once more, so
-it looks small, gradients are as much too small, and they depend on the size of a micro-batch. A batch of rows
-without a target, which evaluation fills up with, has a mean of 0 / 0, so the held-out loss is nan.
+A module that returns a mean would train without an error. But shardwise divides its loss by the tokens of the
+global batch again, so loss and gradients are too small, and depend on the size of a micro-batch. Evaluation
+fills its last batch with rows without targets, whose mean is 0 / 0, so the held-out loss would be nan.
 
-One sequence is therefore evaluated alone and together with itself. A sum doubles, a mean stays. That costs
+So one sequence is evaluated alone, and twice in one batch. A sum doubles, a mean stays the same. This costs
 forwards of three rows in eval mode, once in a run. All ranks evaluate the same sequence, so that all come to
-the same conclusion on any layout. Weights, buffers, random state and the ledger of collectives are afterwards
-what they were before.
+the same conclusion on any layout. Weights, buffers, random state and the ledger of collectives are restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ less than 0.01."""
 
 @torch.no_grad()
 def check_summed_loss(training: Training) -> None:
-    """Raise where the loss of a user's module is a mean, or is not finite for rows without a target. Every
-    rank calls this."""
+    """Raise if the loss of a user's module is a mean, or is not finite for rows without targets. Every rank
+    must call this."""
     if training.config.model.module is None:
         return
     row = _row_with_targets(training)
@@ -60,13 +60,13 @@ def check_summed_loss(training: Training) -> None:
 
 
 def _row_with_targets(training: Training) -> Batch:
-    """Return the one of the run's first sequences that has most targets. A sequence of a conversation may
-    have none."""
+    """Return that of the run's first sequences which has the most targets: with conversations, some have
+    none."""
     rows = training.dataset.sequences(0, training.plan.micro_batch)
     best = int(np.argmax((rows.targets != IGNORED).sum(1)))
-    one = slice(best, best + 1)
-    documents = None if rows.documents is None else rows.documents[one]
-    return to_batch(Rows(rows.inputs[one], rows.targets[one], documents), training.mesh.device)
+    row = slice(best, best + 1)
+    documents = None if rows.documents is None else rows.documents[row]
+    return to_batch(Rows(rows.inputs[row], rows.targets[row], documents), training.mesh.device)
 
 
 def _twice(batch: Batch) -> Batch:
@@ -76,8 +76,8 @@ def _twice(batch: Batch) -> Batch:
 
 
 def _measured(training: Training, batch: Batch) -> tuple[float, float]:
-    """The loss of whole sequences, and the number of items that it should be a sum over. The same on every
-    rank."""
+    """Return the loss of whole sequences, and the number of items that it should be a sum over. Both are the
+    same on every rank."""
     loss = training.parallel.loss(batch).double()
     for axis in ("context", "pipeline"):
         training.comm.all_reduce(loss, axis)
@@ -85,7 +85,7 @@ def _measured(training: Training, batch: Batch) -> tuple[float, float]:
 
 
 def _evaluation_is_filled_up(training: Training) -> bool:
-    """Whether some batch of an evaluation has fewer sequences than rows (train/evaluate.py)."""
+    """Return whether the last batch of an evaluation has rows without targets (train/evaluate.py)."""
     plan = training.plan
     count = min(training.dataset.held_out_count, training.config.train.evaluate_sequences)
     return count % (plan.groups * plan.layout.data_parallel * plan.micro_batch) != 0
@@ -93,7 +93,7 @@ def _evaluation_is_filled_up(training: Training) -> bool:
 
 @contextmanager
 def _without_trace(training: Training) -> Iterator[None]:
-    """Evaluate inside; buffers, random state and ledger are put back afterwards."""
+    """Return a context for evaluation, which restores buffers, random state and ledger."""
     device, parallel = training.mesh.device, training.parallel
     buffers = [buffer for part in parallel.parts for buffer in part.model.buffers()]
     before: list[Tensor] = [buffer.clone() for buffer in buffers]

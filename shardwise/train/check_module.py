@@ -1,8 +1,9 @@
 """Check before any worker starts that a user's module fits the layout.
 
 Tests check the transformer's sharding table; a user's table is checked here. `shardwise verify` finds wrong
-roles; this module refuses what can be seen without computing: weights without an entry, entries without a
-module, weights that no pipeline stage would own, heads that do not divide, a forward that lacks an argument.
+roles. This module refuses mistakes that can be found without computing: weights without an entry, entries
+without a module, weights that no pipeline stage would own, heads that do not divide, a forward that lacks an
+argument.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ def check_module(config: Config, layout: Layout) -> None:
 
 
 def check_first_values(config: Config) -> Iterator[str]:
-    """Refuse a user's module that cannot give its weights their values, and yield warnings: of frozen weights
-    that begin at random because nothing gives them a value, and of values from the constructor that are
-    lost."""
+    """Refuse a user's module whose `initial_value` does not work. Yield a warning about frozen weights that
+    begin at random because nothing sets them, and one about values from the constructor that are lost."""
     model, seed = build_plain(ModelSpec.of(config)), config.train.seed
     frozen: list[str] = []
     if hasattr(model, "initial_value"):
@@ -68,10 +68,10 @@ def check_first_values(config: Config) -> Iterator[str]:
             f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
             f"{_GIVE_VALUES}"
         )
-    given = lost_values(lambda: build_user_module(config.model), seed)
+    of_constructor = lost_values(lambda: build_user_module(config.model), seed)
     lost = [
         name
-        for name, value in given.items()
+        for name, value in of_constructor.items()
         if name not in frozen and replaces_constructor_value(model, name, value, seed)
     ]
     if lost:
@@ -291,8 +291,8 @@ def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 
 
 def _call(model: nn.Module, config: Config) -> None:
-    """Check what forward and `count_items` return. A forward that fails because tensors have no values here
-    is checked by the first step."""
+    """Check what forward and `count_items` return. If they raise another error, nothing is refused: tensors
+    have no values here, so the first step decides."""
     model.to("meta")
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
     more = {"documents": ids} if config.data.reset_attention else {}
@@ -308,7 +308,7 @@ def _call(model: nn.Module, config: Config) -> None:
 
 
 def _try(call: Callable[[], Tensor]) -> None:
-    """Call a function, and raise only errors of our checks."""
+    """Call a function; ignore all errors except those of our checks and an attempt to exit."""
     try:
         call()
     except UserError:

@@ -1,4 +1,4 @@
-"""What a run really does, in words: what was chosen, not what was asked for."""
+"""The header of a run: what was chosen, which may differ from what the job asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.train.build import Training
 
 
 def describe_run(training: Training) -> dict[str, str]:
-    """The lines of the header that a run prints, by name."""
+    """Return the lines of the header that a run prints, by name."""
     config, plan, device = training.config, training.plan, training.mesh.device
     data = training.dataset.describe()
     return {
@@ -47,7 +47,7 @@ def describe_run(training: Training) -> dict[str, str]:
 
 
 def _compiled(training: Training) -> str:
-    """What is compiled, or why nothing is."""
+    """Return what is compiled, or why nothing is."""
     why_not = training.plan.why_not_compiled(training.mesh.device.type)
     if why_not is None and not training.parallel.table.blocks:
         why_not = "no sharding table names the blocks"
@@ -57,25 +57,26 @@ def _compiled(training: Training) -> str:
 def _computed(model: ModelSpec) -> str:
     if model.float8 is None or not model.float8.products:
         return model.dtypes.compute
-    left = model.float8.unfit
-    some = (
-        f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)"
-        if left
+    unfit = model.float8.unfit
+    exceptions = (
+        f", but for {counted(len(unfit), 'product')} of sizes that are no multiples of 16 ({unfit[0]}, …)"
+        if unfit
         else ""
     )
-    return f"float8 products ({model.float8.scaling} scales{some}) in bfloat16"
+    return f"float8 products ({model.float8.scaling} scales{exceptions}) in bfloat16"
 
 
 def _emulated(model: ModelSpec, device: torch.device) -> str:
-    """That products are made in another dtype than the one asked for. A user's module makes its own
-    products."""
+    """Return a note if this processor makes products in another dtype than the compute dtype. A user's module
+    makes its own products."""
     if model.is_user_module or not multiplies_in_float32(DTYPES[model.dtypes.compute], device.type):
         return ""
     return " (products in float32, rounded: this processor has none in bfloat16)"
 
 
 def _optimizer(training: Training) -> str:
-    """The optimizer, when groups make an outer step, and what clipping acts on where momenta are summed."""
+    """Return the optimizer, when groups make an outer step, and the norm that is clipped and logged if
+    momenta are summed."""
     config = training.config
     line = config.optimizer.describe(rounds=training.plan.model.dtypes.states == "bfloat16")
     name = driver_of(config).describe_optimizer(config, line)
@@ -90,8 +91,8 @@ def _optimizer(training: Training) -> str:
 
 
 def peak_of_device(training: Training) -> float | None:
-    """FLOP/s that one device could do: the maker's figure, or the cluster file's, where that is of such a
-    device."""
+    """Return the peak FLOP/s of one device: the manufacturer's figure, or that of the cluster file if the
+    file was measured on such a device. None: not known."""
     device, plan = training.mesh.device, training.plan
     known = peak_flops(device_name(device), training.config.train.precision)
     measured_here = plan.cluster_file is not None and (plan.predicted or {}).get("device") == device_name(
@@ -142,7 +143,7 @@ def _minutes(minutes: float) -> str:
 
 def _stored(model: ModelSpec) -> str:
     dtype = model.dtypes.states
-    return f"{dtype} (8 bits, rounded by chance)" if dtype == "bfloat16" else dtype
+    return f"{dtype} (stochastically rounded)" if dtype == "bfloat16" else dtype
 
 
 def _attention(training: Training) -> str:
@@ -169,7 +170,7 @@ def _attention(training: Training) -> str:
 
 
 def _pipeline(training: Training) -> dict[str, str]:
-    """How the model is cut, and how long devices will wait for each other if stages take equal time."""
+    """Return how the model is cut into stages, and the idle share of devices if stages take equal time."""
     stages = training.parallel.pipeline
     if stages is None:
         return {}
@@ -182,7 +183,7 @@ def _pipeline(training: Training) -> dict[str, str]:
 
 
 def _repeatable(training: Training) -> dict[str, str]:
-    """How alike the same run is on the same GPUs; on CPUs it is the same."""
+    """Return how closely a repeated run gives the same numbers on GPUs; on CPUs they are identical."""
     if training.mesh.device.type == "cpu":
         return {}
     if training.config.train.deterministic:
@@ -194,7 +195,7 @@ def _repeatable(training: Training) -> dict[str, str]:
 
 
 def describe_layout(training: Training) -> str:
-    """The degrees above one, and the stage of sharding."""
+    """Return the degrees above one, and the stage of ZeRO."""
     layout, groups = training.plan.layout, training.plan.groups
     return (
         f"{f'{groups} groups of ' if groups > 1 else ''}{describe_degrees(dict(layout))}, zero {layout.zero}"
@@ -206,7 +207,7 @@ def _threads(device: torch.device) -> str:
 
 
 def _without_effect(training: Training) -> dict[str, str]:
-    """Name the settings that change nothing in this run: none is ignored in silence."""
+    """Return a line about the settings that have no effect in this run, so that none is silently ignored."""
     config, on_cpu = training.config, training.mesh.device.type == "cpu"
     notes = idle_settings(config, training.plan.layout, on_cpu, local_gpus())
     notes += driver_of(config).settings_without_effect(training)
@@ -215,7 +216,7 @@ def _without_effect(training: Training) -> dict[str, str]:
 
 
 def _warning(training: Training) -> dict[str, str]:
-    """Settings that work, and are known to train worse than others."""
+    """Return a warning about compression that is known to train worse than another setting."""
     sums = training.plan.gradient_sums
     if sums is None or training.mesh.size(COPIES) == 1:
         return {}

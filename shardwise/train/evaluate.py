@@ -1,4 +1,4 @@
-"""What the model has learnt: its loss on sequences it never saw, and a sample of its own."""
+"""Evaluation: the loss on sequences that the model is never trained on, and a generated sample."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.train.build import Training
 
 @torch.no_grad()
 def held_out_loss(training: Training) -> float | None:
-    """Mean loss over the held-out split, in nats a token, or for each item that a user's module counts; None
-    where nothing is held out. Same number on every rank."""
+    """Return the mean loss over the held-out data, the same on every rank: in nats per token, or per item
+    that a user's module counts. None: nothing is held out."""
     dataset, device = training.dataset, training.mesh.device
     count = min(dataset.held_out_count, training.config.train.evaluate_sequences)
     if count == 0:
@@ -28,18 +28,17 @@ def held_out_loss(training: Training) -> float | None:
             batch = to_batch(_rows(dataset, start, size, count), device)
             sums[0] += training.parallel.loss(batch).double()
             sums[1] += training.parallel.items(batch)
-    for axis in ("context", "pipeline"):  # every device of these has counted the same items
+    for axis in ("context", "pipeline"):  # all ranks along these have counted the same items
         training.comm.all_reduce(sums[:1], axis)
     total, items = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
     return float(total / (items or 1.0))
 
 
 def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
-    """Held-out rows from `start`, always `size` of them: those past `count` repeat the last one and carry no
-    loss.
+    """Return `size` held-out rows from `start`. Rows past `count` repeat the last one, without targets.
 
-    Every rank must run the same number of forwards, because sharded weights are gathered together, and a
-    compiled model must see one shape.
+    Every rank must run the same number of forwards, because sharded weights are gathered by all ranks
+    together, and a compiled model needs one shape.
     """
     first = min(start, count - 1)
     rows = dataset.held_out_rows(first, min(size, count - first))
@@ -51,14 +50,15 @@ def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
 
 @torch.no_grad()
 def sample(training: Training, prompt: str) -> str:
-    """The model's continuation of a text. Every rank takes part, because weights may be sharded."""
+    """Return the model's continuation of a text. Every rank must call this, because weights may be
+    sharded."""
     tokenizer, device = training.dataset.tokenizer, training.mesh.device
     ids = [int(token) for token in tokenizer.encode_batch([prompt])[0]]
 
     def last_logits(tokens: torch.Tensor) -> torch.Tensor:
         return training.parallel.logits(tokens.to(device))
 
-    eager = torch.compiler.set_stance("force_eager")  # every length would be compiled anew
+    eager = torch.compiler.set_stance("force_eager")  # otherwise every length would be compiled
     weights = training.rank_driver.evaluated_weights(training)
     with attention_backends(device.type), weights, training.parallel.evaluating(), eager:
         continued = generate(

@@ -1,8 +1,8 @@
-"""The check of a step in float8: did every tensor fit its scale?
+"""The check of a step in float8: whether every tensor fits its scale.
 
-Scales come from the steps before, so a tensor may outgrow its scale. That is noticed on the device before the
-weights are touched. Then the update leaves the weights alone, and the step is made again with scales that
-fit. In the first step of a run no scales are known, so it is made once only to measure the tensors.
+Scales come from earlier steps, so a tensor may outgrow its scale. This is detected on the device before the
+update: then the weights do not change, and the step is repeated with larger scales. For the first step of a
+run no scales are known, so it is first made only to measure the tensors.
 
 Other precisions have no scales, so nothing is checked.
 """
@@ -53,7 +53,7 @@ class Float8Check:
             self._scales.begin()
 
     def begin_gradients(self) -> None:
-        """Note whether gradients only serve to measure tensors; then compression leaves them alone."""
+        """Note whether the step only measures tensors; then its gradients are not compressed."""
         self._comm.discard_gradients = self._scales is not None and not self._scales.known
 
     def check(self) -> ScaleCheck:
@@ -66,16 +66,16 @@ class Float8Check:
 
 
 def not_finite(scaled: Sequence[float]) -> list[int]:
-    """Return which scaled tensors were not finite, which a cast to 8 bits would hide."""
+    """Return the indices of the scaled tensors that were not finite. A cast to 8 bits hides this."""
     return [index for index, largest in enumerate(scaled[::3]) if not math.isfinite(largest)]
 
 
 def by_layer(scales: Scales, scaled: Sequence[float]) -> dict[str, tuple[float, float]]:
-    """Return of each block and the head the worst of its tensors: the share of numbers lost below the range,
-    and the largest number relative to the range's end."""
+    """Return the worst values of the tensors of each block and of the head: the share of numbers lost below
+    the range, and the largest number relative to the end of the range."""
     layers: dict[str, tuple[float, float]] = {}
     for name, lost, relative in zip(scales.names, scaled[1::3], scaled[2::3], strict=True):
         layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
-        most = layers.get(layer, (0.0, 0.0))
-        layers[layer] = max(most[0], lost), max(most[1], relative)
+        worst = layers.get(layer, (0.0, 0.0))
+        layers[layer] = max(worst[0], lost), max(worst[1], relative)
     return layers

@@ -1,10 +1,10 @@
 """Cheap checks while training (`train.check_every`): copies are equal, and every trained weight has a
 gradient.
 
-Every rank sums the bits of each of its slices, of weights and of optimizer states, and all ranks compare: two
-ranks that hold the same slice of the same parameter, as replicas or as the two ends of a tied weight, must
-have the same sum. Copies must be exactly equal, so a single flipped bit is found at the step where it first
-matters, with its name. It costs a read of the states and 16 bytes per slice and rank.
+Every rank sums the bits of each of its slices of weights and optimizer states, and all ranks compare the
+sums. Two ranks that hold the same slice of the same parameter, as replicas or as the two copies of a tied
+weight, must have the same sum. Copies must be exactly equal, so a single flipped bit is found by the next
+check, with the name of the slice. A check reads the states once, and sends 16 bytes per slice and rank.
 """
 
 from __future__ import annotations

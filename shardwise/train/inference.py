@@ -1,12 +1,12 @@
-"""A model that was trained, whole on this one device, to continue texts and to answer.
+"""Inference with a trained model on one device: it continues texts and answers questions.
 
-It comes from a checkpoint, whatever layout wrote that (each tensor is put together from its pieces), or from
-a Hugging Face folder. It computes in the most frequent dtype of the stored weights, or in float32 if
-that is float16. In float32 and bfloat16 the transformers library gives the same output.
+The model comes from a checkpoint of any layout (each tensor is put together from its pieces), or from a
+Hugging Face folder. It computes in the most frequent dtype of the stored weights, or in float32 if that is
+float16. In float32 and bfloat16 the transformers library gives the same output.
 
-The tokenizer is the model's own. A model that came from a Hugging Face folder carries that folder's files in
-its checkpoints, and is asked as that folder says: its chat template, the tokens that begin a prompt, the ids
-that end an answer.
+The tokenizer is that of the model. If the model came from a Hugging Face folder, its checkpoints contain the
+files of that folder. They give the chat template, the tokens that begin a prompt, and the ids that end an
+answer.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ from shardwise.plurals import counted
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8
-"""Tokens before an answer that its text is made with."""
+"""Number of tokens of the prompt that are decoded together with a continuation, as its context."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a text goes on."""
+    """How the tokens of a continuation are chosen."""
 
     max_tokens: int
     temperature: float
-    """0: always the likeliest token."""
+    """0: always take the most likely token."""
     seed: int
 
 
 @dataclass(frozen=True)
 class Speech:
-    """What turns words into ids and back, for one model."""
+    """How texts become token ids and back, for one model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     ends: frozenset[int]
     """Ids that end an answer."""
     begins: bool
-    """Whether a prompt begins as the tokenizer's own rules say; a model that was trained here from scratch
-    never saw that."""
+    """Whether the tokenizer adds its special tokens at the beginning of a prompt. A model that was trained
+    here from scratch has never seen them."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that can be asked."""
+    """A model with its weights and its tokenizer."""
 
     name: str
     model: Model
@@ -80,7 +80,7 @@ class LoadedModel:
     speech: Speech
 
     def go_on(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """What comes after a text, piece by piece."""
+        """Yield the continuation of a text, piece by piece."""
         tokenizer = self.speech.tokenizer
         ids = tokenizer.encode_prompt(prompt) if self.speech.begins else tokenizer.encode_batch([prompt])[0]
         if not len(ids):
@@ -88,7 +88,7 @@ class LoadedModel:
         return self._say(ids.tolist(), sampling, "--prompt", context=True, ends=self.speech.ends)
 
     def answer(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
-        """What the assistant says next, piece by piece."""
+        """Yield the assistant's next message, piece by piece."""
         assert self.speech.template is not None, "asked for before"
         written = self.speech.template.write(messages, generation_prompt=True)
         ids, _ = self.speech.tokenizer.encode_with_offsets([written])[0]
@@ -98,14 +98,14 @@ class LoadedModel:
 
     @cached_property
     def _ends_of_answers(self) -> frozenset[int]:
-        """With the id that the template puts behind an answer, if it is one: by that a model which learnt
-        from it ends its own, whatever the settings that came with it say."""
+        """The ids that end a text, and the id that the template puts after an answer, if it is a single one:
+        a model that was trained with the template ends its answers with it, whatever other settings say."""
         assert self.speech.template is not None, "asked for before"
         ids, _ = self.speech.tokenizer.encode_with_offsets([self.speech.template.mark_after_answers()])[0]
         return self.speech.ends | (set(ids.tolist()) if len(ids) == 1 else set())
 
     def check_chat(self) -> None:
-        """Refuse a model that has no way to write a conversation."""
+        """Refuse a model without a chat template."""
         if self.speech.template is None:
             raise UserError(
                 f"--chat: {self.name} has no chat template ({TEMPLATE}, or `chat_template` in "
@@ -140,7 +140,7 @@ class LoadedModel:
 
 
 def load_folder(folder: Path) -> LoadedModel:
-    """The model of a Hugging Face folder."""
+    """Return the model of a Hugging Face folder."""
     pretrained = open_folder(folder)
     check_tokenizer(pretrained)
     dtypes = [getattr(torch, OUR_DTYPES[tensor.dtype]) for tensor in pretrained.stored.values()]
@@ -149,7 +149,7 @@ def load_folder(folder: Path) -> LoadedModel:
 
 
 def load_checkpoint(address: str) -> LoadedModel:
-    """The model of a checkpoint."""
+    """Return the model of a checkpoint."""
     contents = Contents.open(address)
     model = saved_model(contents.manifest, contents.address)
     speech = _speech(contents)
@@ -157,18 +157,20 @@ def load_checkpoint(address: str) -> LoadedModel:
     keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
     dtypes = [getattr(torch, contents.tensors[key].dtype) for key in keys]
     read = lambda: ((key.name, contents.read(key)) for key in keys)  # noqa: E731
-    return LoadedModel(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
+    step = _ready(address, model, dtypes, read)
+    return LoadedModel(address, _with_trained_length(model, contents), step, speech)
 
 
 _COMPUTED: Mapping[torch.dtype, dict[str, str]] = {
     torch.float64: {"precision": "float64"},
     torch.bfloat16: {"precision": "bfloat16", "state_dtype": "bfloat16"},
 }
-"""All else is computed in float32."""
+"""The settings that compute in each dtype; for other dtypes the default, float32."""
 
 
-def _reach(model: Model, contents: Contents) -> Model:
-    """A user's own module was called with sequences of the run's length, and need not take longer ones."""
+def _with_trained_length(model: Model, contents: Contents) -> Model:
+    """Return the model limited to the run's sequence length if it is a user's module, which was called with
+    such sequences only, and may fail with longer ones."""
     length = contents.manifest.data.get("sequence_length")
     shorter = model.module is not None and isinstance(length, int) and length < model.max_positions
     return model.model_copy(update={"max_positions": length}) if shorter else model
@@ -177,15 +179,16 @@ def _reach(model: Model, contents: Contents) -> Model:
 def _ready(
     name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[], Iterable[tuple[str, Tensor]]]
 ) -> NextLogits:
-    """The model with its weights, as what gives logits."""
+    """Return the function that computes logits, with the model and its weights on this device."""
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
     module = build_plain(ModelSpec.of(Config(model=model, train=Train(**train))))
     allocate(module, device)
     _assign(name, module, read())
     module.eval()
-    whole = _Whole(module, model, device)
-    return _on_its_device(CachedLogits(module, device) if isinstance(module, Transformer) else whole, device)
+    uncached = _Uncached(module, model, device)
+    step: NextLogits = CachedLogits(module, device) if isinstance(module, Transformer) else uncached
+    return _with_attention_backends(step, device)
 
 
 @torch.no_grad()
@@ -203,7 +206,7 @@ def _assign(name: str, module: nn.Module, weights: Iterable[tuple[str, Tensor]])
         raise UserError(f"{name} lacks {sorted(missing)[0]} of the model that it says it holds")
 
 
-def _on_its_device(step: NextLogits, device: torch.device) -> NextLogits:
+def _with_attention_backends(step: NextLogits, device: torch.device) -> NextLogits:
     def run(tokens: Tensor) -> Tensor:
         with attention_backends(device.type):
             return step(tokens)
@@ -212,8 +215,8 @@ def _on_its_device(step: NextLogits, device: torch.device) -> NextLogits:
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A user's own module, which sees the whole text for each token."""
+class _Uncached:
+    """Logits of a user's module, which gets the whole text again for each token."""
 
     module: nn.Module
     model: Model
@@ -271,15 +274,11 @@ def _speech_of_folder(folder: Path) -> Speech:
 
 
 def _ends(folder: Path) -> list[int]:
-    """The ids that end a text, by the settings of generation, else by the model's."""
+    """Return the ids that end a text: those of generation_config.json, else those of config.json."""
     for name in (GENERATION_CONFIG, CONFIG):
         with suppress(FileNotFoundError):
-            found = parse_json(read_bytes(file_of(folder, name)), folder / name).get("eos_token_id")
-            ids = [
-                identifier
-                for identifier in (found if isinstance(found, list) else [found])
-                if isinstance(identifier, int)
-            ]
-            if ids:
+            value = parse_json(read_bytes(file_of(folder, name)), folder / name).get("eos_token_id")
+            values = value if isinstance(value, list) else [value]
+            if ids := [identifier for identifier in values if isinstance(identifier, int)]:
                 return ids
     return []

@@ -1,9 +1,8 @@
-"""Starting local workers, and being one.
+"""Starts the workers of this machine, and runs in each of them.
 
-`launch` is what the command becomes where workers are ours to start: a host of the run (resilience/host.py),
-which also leads it unless another node does. `serve` is what a worker becomes: it trains in one team after
-another and tells its host how it fares. When the run cannot go on, the first real cause is the last thing
-printed.
+`launch` runs in the command if shardwise starts the workers itself: the command becomes a host of the run
+(resilience/host.py), and leads the run unless another node does. `serve` runs in each worker: it trains in
+one team after another and reports to its host. When the run cannot continue, the first cause is printed last.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from shardwise.train.resume import checkpoint_folder
 log = logging.getLogger("shardwise")
 
 LOG_BYTES = 4 << 20
-"""Size in bytes at which the log of a rank is emptied."""
+"""Size at which the log of a rank is copied to NAME.1 and emptied."""
 LONGEST_SETTING = 120
-"""Characters of a setting as hosts tell it to each other."""
+"""Number of characters from which a setting is shortened before hosts compare it."""
 WORKERS_IMPORT = ("shardwise.train.run",)
 """Modules that the server imports before workers are forked from it."""
 
@@ -68,11 +67,12 @@ def launch(
     first_node: FirstNodeFile | None = None,
     data: str = "",
 ) -> int:
-    """Take part in the run with this many local workers; returns the exit status, or raises the first cause.
-    `hold` keeps other runs out of this one's folders, which is what the host that leads it does. With several
-    nodes, `first_node` is where the first one leaves its sign, and `data` says what the data hold.
+    """Take part in the run with this many local workers. Return the exit status, or raise the first cause.
 
-    Only here does the server start that imports torch: a job that is refused before leaves at once.
+    `hold` locks the folders of the run against other runs, on the host that leads it. With several nodes,
+    `first_node` is the file by which the first node announces itself, and `data` describes the data.
+
+    The server that imports torch is started here and not before, so that a refused job ends at once.
     """
     first = (
         (address_for_other_machines(node.address), node.port) if node is not None and node.nodes > 1 else None
@@ -121,13 +121,13 @@ def _warn(text: str) -> None:
 
 
 def newest_saved(config: Config) -> int | None:
-    """The step of the newest whole checkpoint of a run, if there is one."""
+    """Return the step of the newest whole checkpoint of a run; None: there is none."""
     return max(map(step_of, checkpoints(checkpoint_folder(config))), default=None)
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """Every setting of the job as text, by its name: hosts compare them. Of a long one the middle is replaced
-    by a checksum."""
+    """Return every setting of the job as text, by name, for hosts to compare. The end of a long setting is
+    replaced by a checksum."""
     tables = tomllib.loads(to_toml(config, as_asked=True))
     return {
         f"{name}.{key}": _short(json.dumps(value))
@@ -142,8 +142,8 @@ def _short(text: str) -> str:
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
-    """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective
-    forever."""
+    """Run a worker of a host. This ends the process immediately in every case, because a normal exit might
+    wait forever for other ranks."""
     from shardwise._torch import lock_progress_bars_among_threads
     from shardwise.resilience.worker_link import HostLink
     from shardwise.train.run import last_collective, run
@@ -166,7 +166,7 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
 
 
 class Output:
-    """Where a worker's output goes: each rank has a log; what ranks other than 0 print goes there too."""
+    """The destination of a worker's output: each rank has a log, and ranks other than 0 print to it too."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -174,7 +174,7 @@ class Output:
         self._handler: BoundedLog | None = None
 
     def belongs_to(self, worker: Worker) -> None:
-        """From now on this process is that rank."""
+        """Direct the output of this process to the log of this rank."""
         self._handler = log_to(self._logs / f"rank-{worker.rank}.log", self._handler)
         target = self._terminal if worker.rank == 0 else (self._handler.file.fileno(),) * 2
         os.dup2(target[0], 1)
@@ -210,7 +210,7 @@ class BoundedLog(logging.FileHandler):
 
 
 def log_to(path: Path, instead_of: logging.Handler | None = None) -> BoundedLog:
-    """Write this worker's log to a file; if that cannot be opened, write none."""
+    """Write this worker's log to a file. If it cannot be opened, print a warning and write no log."""
     logging.raiseExceptions = False  # a full disk is reported once, not for every line of the log
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

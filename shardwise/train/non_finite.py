@@ -1,6 +1,6 @@
 """A step whose loss or gradient is not finite: the loss scale is lowered, or the run ends.
 
-The update has left the weights alone, because the device noticed in time (train/steps.py).
+The update has not changed the weights, because the device detected the number before (train/steps.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from shardwise.train.record import Numbers
 
 
 def overflowed(training: Training, numbers: Numbers) -> bool:
-    """Return whether a number of the step was not finite. End the run where a smaller loss scale would not
-    help."""
+    """Return whether a number of the step was not finite. Raise if a smaller loss scale would not help."""
     loss, hidden = numbers.shared.loss, not_finite(numbers.scaled)
     if math.isfinite(numbers.norm) and math.isfinite(loss) and not hidden:
         return False
-    # The loss itself is not scaled, and below a scale of 1 there is nothing to gain.
+    # The loss itself is not scaled, and a scale below 1 would not help.
     hopeless = not math.isfinite(loss) or training.scale.value <= 1
     if hopeless or not training.scale.dynamic:
         _stop(training, loss, hidden)
@@ -34,8 +33,8 @@ def overflowed(training: Training, numbers: Numbers) -> bool:
 
 
 def _stop(training: Training, loss: float, hidden: list[int]) -> NoReturn:
-    """Say where the first non-finite number is, over all ranks, and end the run with the weights as they
-    were."""
+    """Raise an error that names the first parameter of the model, over all ranks, whose gradient is not
+    finite."""
     names = [name for name, _ in build_plain(training.plan.model).named_parameters()]
     mine = first_non_finite(training.parallel.named_parameters())
     index = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)

@@ -1,7 +1,7 @@
-"""The record of a step: what the host reads of it, and the `StepRecord` that is made of that.
+"""The record of a step: the numbers that the host reads from the device, and the `StepRecord` made from them.
 
-The numbers of a step are put together on the device and read once. The loop of a step waits for the
-device nowhere else. Expert parallelism does, in each layer (parallel/expert.py).
+The numbers of a step are concatenated on the device and read once. The training loop waits for the device
+nowhere else, but expert parallelism does, in each layer (parallel/expert.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardwise.train.votes import Shared
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step did; numbers are the same on every rank, spans and collectives are this
-    rank's."""
+    """What one optimizer step did. Numbers are the same on every rank; spans and collectives are those of
+    this rank."""
 
     step: int
     loss: float
@@ -36,7 +36,7 @@ class StepRecord:
     spans: dict[str, float]
     collectives: dict[str, dict[str, int]]
     communication: AxisTimes
-    """For how long something was under way on each axis, and how much of that was hidden; empty on a GPU."""
+    """How long each axis was communicating, and how much of that was hidden; empty on a GPU."""
     memory_bytes: int
     loss_scale: float
     skipped: bool
@@ -48,23 +48,22 @@ class StepRecord:
     ended: float
     """When the step was done, in seconds since 1970."""
     rank_seconds: tuple[tuple[float, float], ...] = ()
-    """(compute, data) seconds of each rank in the step before, without waits; none after the first step, nor
+    """(compute, data) seconds of each rank in the step before, without waits; empty after the first step and
     on one device."""
     rows: tuple[int, ...] = ()
-    """Rows of the global batch by data-parallel device; where their numbers differ from step to step."""
+    """Number of rows of each data-parallel device, if these numbers differ from step to step."""
     staleness: tuple[int, ...] = ()
-    """Staleness of the gradients in the sum; where workers brought them."""
+    """Staleness of each gradient in the sum, if workers of a parameter server computed them."""
     dropped: int = 0
-    """Gradients that came after another of the same portion."""
+    """Number of gradients that were dropped because another of the same portion came first."""
     updates: Updates | None = None
     """Updates that workers made without a lock; None: the step is one update."""
     stragglers: StragglerChange = field(default_factory=StragglerChange)
-    """Who began or ceased to be slow, by the step before; on the main rank only."""
+    """Ranks that began or ceased to be slow, by the times of the step before; on the main rank only."""
     float8: dict[str, tuple[float, float]] | None = None
-    """The worst tensor in float8 of each block and the head: the share of numbers lost below the range, and
-    the largest number relative to the range's end."""
+    """For each block and the head, the worst values of its float8 tensors (float8_check.by_layer)."""
     again: int = 0
-    """How often the step was made again, because a tensor had outgrown its scale."""
+    """How often the step was repeated because a tensor had outgrown its scale."""
     expert_imbalance: float | None = None
     """Load of the busiest expert of any layer, relative to an even load."""
     expert_load: list[float] | None = None
@@ -72,21 +71,21 @@ class StepRecord:
 
     @property
     def load_imbalance(self) -> float | None:
-        """How much longer the slowest rank worked on the step before than the fastest, relative to the mean;
-        None: not known."""
+        """Time by which the slowest rank worked longer than the fastest on the step before, relative to the
+        mean; None: not known."""
         work = [sum(seconds) for seconds in self.rank_seconds if seconds[0] > 0]
         return (max(work) - min(work)) / (sum(work) / len(work)) if work else None
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the host reads of a step."""
+    """The numbers of a step that the host reads from the device."""
 
     shared: Shared
     norm: float
     tokens: int
     again: bool
-    """Whether the step has to be made again, because a tensor outgrew its scale."""
+    """Whether the step has to be repeated because a tensor outgrew its scale."""
     loads: Sequence[float]
     """With experts: the worst imbalance of a layer, and the load of every expert."""
     scaled: Sequence[float]
@@ -161,10 +160,10 @@ class StepRecorder:
         return self.last
 
     def seconds_of_this_rank(self) -> tuple[float, float]:
-        """Return this rank's (compute, data) seconds of the step before, without its waits; zeros where there
-        is none yet. Compute is zero where waits cannot be told from it.
+        """Return this rank's (compute, data) seconds of the step before, without its waits; zeros if there is
+        none yet. Compute is zero if it cannot be separated from waits.
 
-        On a GPU batches are fetched while the device computes. Only what the device had to wait for counts.
+        On a GPU batches are fetched while the device computes, so data is only the time that exceeds this.
         """
         if self.last is None:
             return 0.0, 0.0
@@ -172,15 +171,16 @@ class StepRecorder:
         compute = spans["forward_backward"] + spans["optimizer"]
         data = min(spans["data"], max(0.0, self.last.seconds - compute - spans.get(EXPOSED, 0.0)))
         split = layout.pipeline * layout.context * layout.tensor * layout.expert > 1
-        unseen = self._training.mesh.device.type != "cpu" and split
-        return (0.0 if unseen or EXPOSED not in spans else compute), data
+        has_hidden_waits = self._training.mesh.device.type != "cpu" and split
+        return (0.0 if has_hidden_waits or EXPOSED not in spans else compute), data
 
     def _float8(self, scaled: Sequence[float]) -> dict[str, tuple[float, float]] | None:
         scales = self._training.parallel.scales
         return by_layer(scales, scaled) if scaled and scales is not None else None
 
     def _watched(self, done: StepRecord) -> StepRecord:
-        """Return the step with who began or ceased to be slow, by the times of the step before."""
+        """Return the record with the ranks that began or ceased to be slow, by the times of the step
+        before."""
         if self._watch is None or self.last is None:
             return done
         changed = self._watch.step(self.last.step, done.rank_seconds, self.last.seconds)
@@ -188,8 +188,8 @@ class StepRecorder:
 
 
 def _watch_over(training: Training) -> StragglerWatch | None:
-    """Return what looks for slow ranks, on the main rank. Ranks of one pipeline stage do the same work;
-    stages are outermost on the grid."""
+    """Return the watch for slow ranks, on the main rank. It compares ranks of one pipeline stage, which do
+    the same work; stages are outermost on the grid."""
     world, stages = training.mesh.worker.world, training.plan.layout.pipeline
     if world == 1 or not training.mesh.is_main or not driver_of(training.config).lockstep:
         return None

@@ -1,5 +1,5 @@
-"""What a run reports: to the terminal, and to the run folder. Only the main rank does; others have a
-`Reporter` that is quiet."""
+"""Reports of a run to the terminal and to the run folder. Only the main rank has a `RunReporter`; the
+`Reporter` of the other ranks reports nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger("shardwise")
 
 
 def say_nothing_is_left(training: Training, folder: Path) -> None:
-    """The checkpoint is at the last step already: say so, and touch nothing in the run folder."""
+    """Print that the checkpoint is already at the last step, without changing the run folder."""
     error_console().print(
         f"nothing to do: {folder} has reached step {training.step}, and train.steps is "
         f"{training.config.train.steps}. Raise "
@@ -53,7 +53,7 @@ def say_nothing_is_left(training: Training, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a team starts from: a checkpoint or none, the team, and when things happened."""
+    """How a team began: with which checkpoint, if any, and when each part of its start was done."""
 
     chosen: ResumeCheckpoint
     team: Team
@@ -154,7 +154,8 @@ class RunReporter(Reporter):
         self.progress.message(f"{why}Going on from step {self.training.step} with {workers}")
 
     def _recovered(self) -> None:
-        """The first step after a fault is done: what the fault cost, and on what the time went."""
+        """Report what a fault cost, and how long each part of the recovery took. Called after the first step
+        that follows the fault."""
         team, timestamps = self.beginning.team, self.beginning.timestamps
         if team.fault is None:
             return
@@ -220,7 +221,7 @@ class RunReporter(Reporter):
         self._stragglers(done)
 
     def _stragglers(self, done: StepRecord) -> None:
-        """Who began or ceased to hold the others up."""
+        """Report ranks that began or ceased to delay the others."""
         team = self.beginning.team
         for straggler in done.stragglers.named:
             self.sinks.event(
@@ -244,7 +245,7 @@ class RunReporter(Reporter):
 
     def _record(self, done: StepRecord) -> dict[str, Any]:
         training, config = self.training, self.training.config
-        # All tokens that were computed, with a loss or without.
+        # All tokens that were computed, with or without a loss.
         speed = config.train.global_batch * config.data.sequence_length / done.seconds
         efficiency = 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None
         return {
@@ -335,8 +336,8 @@ class RunReporter(Reporter):
 
 
 def _asynchronous_record(done: StepRecord) -> dict[str, Any]:
-    """Return the entries of a step's record that not every run has: stragglers, uneven rows, and
-    staleness."""
+    """Return the optional entries of a step's record: stragglers, uneven rows, staleness, and lock-free
+    updates."""
     late = done.stragglers
     return {
         **({"latest": {"rank": late.latest, "behind": late.behind}} if late.latest is not None else {}),

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a job are, and which of them it starts from."""
+"""The folder of a job's checkpoints, and the checkpoint that it starts from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.config import Config
 
 
 def checkpoint_folder(config: Config) -> str:
-    """Return where the checkpoints of a job are."""
+    """Return the folder of a job's checkpoints."""
     return config.checkpoint.folder or str(Path(config.run.folder) / "checkpoints")
 
 

@@ -1,7 +1,6 @@
-"""A whole run on one worker: join a team, build, resume, step, evaluate, save, sample, and report.
+"""A whole run on one worker: join a team, build, resume, train, evaluate, save, sample, and report.
 
-Every rank executes the same lines in the same order, because most of them communicate. Only the main rank
-reports.
+Most of these parts communicate, so all ranks must execute them in the same order. Only the main rank reports.
 """
 
 from __future__ import annotations
@@ -55,13 +54,14 @@ from shardwise.train.steps import StepRecord, steps
 log = logging.getLogger("shardwise")
 
 LAST_SAVE_SECONDS = 60.0
-"""Seconds that a run which ends by a user's mistake waits for the save in flight."""
+"""Seconds that a run waits for a background save when it ends because of a user's mistake or a request to
+stop."""
 _present: list[Ledger] = []
-"""The ledger of the team that this worker is in; empty before the first team."""
+"""The ledger of this worker's present team; empty before the first team."""
 
 
 def last_collective() -> str:
-    """Return the last collective that this worker began, to tell where a worker hangs."""
+    """Return the last collective that this worker began, which shows where it hangs."""
     return _present[0].last if _present else "none yet"
 
 
@@ -70,16 +70,16 @@ def run(config: Config, link: WorkerLink) -> int:
     status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     for problem in unnamed_tokenizer(config.data, config.model.pretrained):
-        raise UserError(problem)  # only a worker that another launcher started gets here
+        raise UserError(problem)  # only under another launcher: shardwise's own has checked this before
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    # Here too and not only in `build`, because the workers of a parameter server send it their job.
+    # `build` does this too. Here it is for the workers of a parameter server, whose job is compared.
     config = with_data_settings(config, dataset)
     copies = MemorySnapshots(config.recovery.copies if link.recovers else 0)
     loose_worker: LooseWorker | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
-        if worker.rank >= worker.world:  # it is not a rank of the team, but computes for the ranks
+        if worker.rank >= worker.world:  # a loose worker: not a rank of the team
             loose_worker = loose_worker or driver_of(config).loose_worker(config, worker, dataset)
             if loose_worker.work(worker, len(team.members), link):
                 return 0
@@ -103,7 +103,7 @@ def run(config: Config, link: WorkerLink) -> int:
 def _in_team(
     config: Config, worker: Worker, team: Team, dataset: Dataset, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
-    """Train with these peers and return the exit status; None: another team will follow."""
+    """Train in this team and return the exit status; None: another team will follow."""
     timestamps = {"joining": present_time()}
     link.progress("build", 0)
     training = build(config, team.plan, worker, dataset, draw=False)  # there may be a checkpoint
@@ -121,7 +121,7 @@ def _in_team(
         status = _reported(training, Beginning(chosen, team, timestamps), link, copies)
     elif training.mesh.is_main:
         say_nothing_is_left(training, Path(config.run.folder))
-    leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
+    leave()  # not after a failure, because leaving would wait for ranks that are stuck in a collective
     return status
 
 
@@ -133,7 +133,7 @@ def _restore_or_start(training: Training, team: Team, copies: MemorySnapshots) -
         if training.mesh.is_main:
             keep_files(training, resume_candidates(resume_of(config)))
         return chosen
-    if team.reached > 0:  # an earlier team has followed `checkpoint.resume`; this one continues its run
+    if team.reached > 0:  # an earlier team applied `checkpoint.resume`; this team continues its run
         chosen = checkpointer.choose_checkpoint(resume_of(_with_auto_resume(config)))
     if chosen.folder is None:
         chosen = checkpointer.choose_checkpoint(resume_of(config))
@@ -155,7 +155,7 @@ def _with_auto_resume(config: Config) -> Config:
 def _reported(
     training: Training, beginning: Beginning, link: WorkerLink, copies: MemorySnapshots
 ) -> int | None:
-    """Run the remaining steps with a reporter, which is closed however they end."""
+    """Run the remaining steps with a reporter, and close it in every case."""
     folder = Path(training.config.run.folder)
     reporter = RunReporter(training, folder) if training.mesh.is_main else Reporter()
     with closing(reporter):
@@ -226,12 +226,12 @@ def _loop(
         check_saves(training, outcomes)
         if done.stop and not last:
             return _agree_on_end(training, reporter, link.stop_status())
-        if evaluate or schedule.saved_step == training.step:  # their time and bytes are not the next step's
+        if evaluate or schedule.saved_step == training.step:  # do not count their time in the next step
             training.comm.ledger.take()
             training.comm.clock.restart()
             link.progress("step", training.step)
             _tell_of_waiting(training, link)
-    if training.step < last_step:  # it was asked to stop while it waited for gradients
+    if training.step < last_step:  # the run was asked to stop while it waited for gradients
         if schedule.saved_step != training.step:
             save(training)
         training.checkpointer.finish(LAST_SAVE_SECONDS)
@@ -252,8 +252,8 @@ def _evaluation_is_due(training: Training, done: StepRecord) -> bool:
 
 
 def _sampled(training: Training, reporter: Reporter) -> str | None:
-    """Return the model's continuation of the prompt in the job, if there is one. All is trained and saved by
-    now, so a failure only causes a warning."""
+    """Return the model's continuation of the job's prompt, if it has one. Training is done and saved, so a
+    failure only causes a warning."""
     prompt = training.config.observe.sample
     try:
         return sample(training, prompt) if prompt else None
@@ -267,7 +267,7 @@ def _sampled(training: Training, reporter: Reporter) -> str | None:
 
 
 def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> None:
-    """Stop a run that cannot save. Only the main rank raises, because it knows the result of every save; the
+    """Raise if too many saves in a row have failed. Only the main rank knows the results and raises; the
     launcher then ends the other ranks."""
     failed, most = training.checkpointer.failed_in_a_row, training.config.checkpoint.max_failed_saves
     if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < most <= failed:
@@ -278,8 +278,8 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
 
 
 def _tell_of_waiting(training: Training, link: WorkerLink) -> None:
-    """Tell the host that this rank may wait in the next step for ranks at another step, so that the host does
-    not take it for a hang."""
+    """Tell the host if this rank may wait for other ranks in the next step, so that the host does not take
+    the wait for a hang."""
     if training.rank_driver.may_wait(training.step + 1):
         link.progress("meet", training.step)
 
@@ -296,7 +296,7 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
 def _traced(
     training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool], source: Source
 ) -> Iterator[StepRecord]:
-    """Yield the steps, and write a trace of `observe.trace` of them after the first."""
+    """Yield the steps, and write a trace of as many as `observe.trace`, beginning with the second."""
     done_steps = steps(training, stop_asked, save_due, source)
     if not training.config.observe.trace:
         return done_steps
@@ -336,9 +336,9 @@ def _profiled(training: Training, done_steps: Iterator[StepRecord]) -> Iterator[
 
 
 def _check_same_job(training: Training) -> None:
-    """Workers that were started with different jobs would wait for each other forever; stop them now. What
-    was decided must agree; reasons and predictions name this node's memory, and may differ in their last
-    digits.
+    """Raise if workers were started with different jobs, because they would wait for each other forever.
+
+    Only the decisions of the plans are compared. Reasons and predictions depend on each node's memory.
     """
     if training.mesh.worker.world == 1:
         return

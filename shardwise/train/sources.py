@@ -22,12 +22,11 @@ from shardwise.train.shares import Dealer
 
 @dataclass(frozen=True)
 class Updates:
-    """Counts of the updates that workers have made in a step, each with one gradient
-    (drivers/lock_free.py)."""
+    """Counts of the updates that workers made in a step, each with one gradient (drivers/lock_free.py)."""
 
     made: int
     conflicting: int
-    """Number of updates that wrote rows which others had written since they were read."""
+    """Number of updates with a conflicting row: another worker wrote it after this one had read it."""
     rows: int
     """Number of rows that all updates wrote; a dense gradient counts as one row."""
     conflicting_rows: int
@@ -35,7 +34,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Facts about a global batch whose gradients this rank's parameters have now."""
+    """Facts about the global batch whose gradients the parameters of this rank now have."""
 
     loss: Tensor
     """This rank's part of the batch's mean loss."""
@@ -48,12 +47,11 @@ class Drawn:
     staleness: tuple[int, ...] = ()
     """Staleness of each gradient in the sum, if workers of a parameter server computed them."""
     dropped: int = 0
-    """Number of gradients since the last step that were dropped because another of the same portion came
-    first."""
+    """Number of gradients dropped since the last step, because another of the same portion came first."""
     rate: float = 1.0
     """Factor of the learning rate in this step: less than 1 if stale gradients are damped."""
     updates: Updates | None = None
-    """Updates that workers have made already; None: the step still has to make its update."""
+    """Updates that workers have already made; None: the step still has to make its update."""
     norm: Tensor | None = None
     """Mean norm of the gradients of these updates."""
 
@@ -62,15 +60,15 @@ class Source(Protocol):
     """Computes or receives the gradients of one step after the other."""
 
     def draw(self) -> Drawn | None:
-        """Give the parameters the gradients of the next step; None: the run stops before there are any."""
+        """Put the gradients of the next step on the parameters. Return None if the run stops before."""
 
-    def ahead(self) -> None:
+    def prepare_next(self) -> None:
         """Prepare the next step while the device works on this one."""
 
-    def again(self) -> None:
+    def repeat_last(self) -> None:
         """Let the next `draw` repeat the last one."""
 
-    def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+    def step_done(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
         """Note that a step is done. `seconds` is the time of each rank's work (compute, data) in the step
         before, if it is known."""
 
@@ -79,8 +77,8 @@ class Source(Protocol):
 
 
 class RankRows:
-    """The source of a synchronous run: each rank computes its rows of the global batch, which a thread reads
-    ahead."""
+    """The source of a synchronous run: each rank computes its rows of the global batch. A thread reads them
+    in advance."""
 
     def __init__(self, training: Training, by_speed: bool = False) -> None:
         """With `by_speed`, a faster device gets more rows of later batches."""
@@ -97,9 +95,10 @@ class RankRows:
             seen=training.sequences,
         )
         self._batch: list[Batch] | None = None
+        """The batch of the next step, if it was already read."""
         self._drawn: list[Batch] | None = None
         self._after: list[Batch] | None = None
-        """The batch that was read ahead, while a step is repeated."""
+        """While a step is repeated, the batch that was read for the step after it."""
 
     def draw(self) -> Drawn:
         """Compute the gradients of this rank's rows."""
@@ -116,21 +115,21 @@ class RankRows:
         """Return the micro-batches of this rank's rows."""
         return self._batch or self._fetch()
 
-    def ahead(self) -> None:
+    def prepare_next(self) -> None:
         """Read the rows of the next step."""
         more = self.training.step + 1 < self.training.config.train.steps
         self._batch, self._after = self._after or (self._fetch() if more else None), None
 
-    def again(self) -> None:
+    def repeat_last(self) -> None:
         """Use the rows of the last step once more."""
         self._batch, self._after = self._drawn, self._batch
 
-    def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """Take the times of the ranks into account for the shares of later batches."""
-        self._dealer.hear(step - 1, seconds)
+    def step_done(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+        """Use the times of the ranks for the shares of later batches."""
+        self._dealer.note_seconds(step - 1, seconds)
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """End the thread that reads batches."""
         self._batches.close()
 
     def _fetch(self) -> list[Batch]:
@@ -141,17 +140,17 @@ class RankRows:
         return self._dealer.deal().of(self.training.mesh.data_index)
 
     def checksum(self, batch: list[Batch]) -> int:
-        """Return the checksum of the rows that this rank reports: devices along pipeline and context read the
-        same rows, so only the first reports them."""
+        """Return the checksum of this rank's rows, or 0: ranks along pipeline and context read the same rows,
+        so only the first of them reports a checksum."""
         mesh = self.training.mesh
         reports = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
         return sum(micro_batch.checksum for micro_batch in batch) if reports else 0
 
 
 def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
-    """Return the number of tokens with a loss in the whole global batch (a group's part of it)."""
+    """Return the number of tokens with a loss in the global batch, or in the part of this rank's group."""
     config = training.config
-    if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
+    if not config.data.reset_attention:  # every token has a loss, so the number is known without a sum
         rows = config.train.global_batch // training.plan.groups
         return torch.tensor(float(rows * config.data.sequence_length), device=training.mesh.device)
     local = float(sum(micro_batch.valid for micro_batch in batch))
@@ -159,8 +158,8 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
 
 
 def count_items(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
-    """Return the divisor of the loss, which is the same on every layout: these tokens, or the items that a
-    user's module counts in the whole global batch."""
+    """Return the divisor of the loss, which is the same on every layout: the tokens, or the items that a
+    user's module counts in the global batch."""
     if not training.parallel.counts_items:
         return at_least_some(tokens)
     local = torch.stack([training.parallel.items(micro_batch) for micro_batch in batch]).sum()

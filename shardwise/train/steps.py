@@ -1,13 +1,13 @@
-"""The training step, as a generator of what happened.
+"""The training loop: a generator that yields a record of each step.
 
-One step: forward and backward over the micro-batches, the exact global norm, the fused update, and one read
-of the numbers. The host waits for the device once, after everything is queued, so a GPU never runs dry
-between steps. A non-finite loss or gradient is noticed on the device, in time for the update to leave the
-weights alone; the host learns of it at that one read.
+A step consists of forward and backward over the micro-batches, the exact global norm, the fused update, and
+one read of the results. The host waits for the device once, after all work is queued, so a GPU always has
+work between steps. A non-finite loss or gradient is detected on the device, so that the update does not
+change the weights; the host learns of it from the results.
 
-Beside the loop: where gradients come from (train/sources.py, drivers/), what ranks tell each other
-(train/votes.py), float8's check (train/float8_check.py), what a non-finite number means
-(train/non_finite.py), checks (train/guard.py) and the record of a step (train/record.py).
+Other files have the sources of gradients (train/sources.py, drivers/), the values that ranks exchange in
+every step (train/votes.py), the check of float8 scales (train/float8_check.py), the handling of non-finite
+numbers (train/non_finite.py), checks of copies (train/guard.py) and the record of a step (train/record.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["StepRecord", "divisor", "gradient_norm", "never", "steps"]
 
 
 def never() -> bool:
-    """Default for `stop_asked` and `save_due`: never."""
+    """Default for `stop_asked` and `save_due`: return False."""
     return False
 
 
@@ -41,9 +41,11 @@ def steps(
     save_due: Callable[[], bool] = never,
     source: Source | None = None,
 ) -> Iterator[StepRecord]:
-    """Train from the step reached to the last one, with gradients from the driver's source unless another is
-    given. Ends early, on all ranks together, once any rank is asked to stop. All ranks also hear in the same
-    step that a save is due, where the main rank says so.
+    """Train from the present step to the last one, and yield a record of each.
+
+    The gradients come from `source`; by default it is the driver's. `stop_asked` is called on every rank: if
+    it returns True on one, all ranks stop after the same step. `save_due` is called on the main rank: if it
+    returns True, the records of the same step have `save` on all ranks.
     """
     train, clock = training.config.train, training.comm.clock
     source = source or training.rank_driver.source(training)
@@ -60,12 +62,12 @@ def steps(
             float8.begin_gradients()
             drawn = source.draw()
             if drawn is None:
-                return  # asked to stop while it waited for gradients of others
+                return  # asked to stop while the source waited for gradients
 
-            # In float8: did a tensor outgrow its scale? Then the weights stay, and the step is made again.
+            # In float8: if a tensor outgrew its scale, the weights stay as they are and the step is repeated.
             scales = float8.check()
 
-            # The norm of the gradient; and one sum over all ranks, of the loss and what they tell each other.
+            # The norm of the gradient, and one sum over all ranks: of the loss and the message of each rank.
             message = message_to_all(training, drawn.checksum, vote, recorder.seconds_of_this_rank())
             with clock.span("forward_backward"):
                 norm = gradient_norm(training) if drawn.norm is None else drawn.norm
@@ -74,7 +76,7 @@ def steps(
             if checked or recorder.last is None:
                 check_gradients(training)
 
-            # The update, which leaves the weights alone where a number is not finite. Nothing waits here.
+            # The update, which changes nothing if a number is not finite. The host does not wait here.
             lr = learning_rate(train, step) * drawn.rate
             with clock.span("optimizer"):
                 loss = shared[0]
@@ -83,7 +85,7 @@ def steps(
                 if drawn.updates is None:
                     update(training.optimizer, lr, divisor(training, norm), (~usable).float())
                 loads = _balance_experts(training, usable)
-                # Groups that train by themselves may exchange weights now.
+                # Groups that train independently may exchange weights now.
                 training.rank_driver.after_update(training, shared[VOTES], again)
             float8.begin_step()  # the next step's scales, while the device has work
             if checked:
@@ -93,19 +95,19 @@ def steps(
             queued = QueuedNumbers(
                 shared, norm, drawn.tokens, again, loads, scales.numbers(training.comm.device)
             )
-            source.ahead()
+            source.prepare_next()
             numbers = queued.read()
             if numbers.again:
                 _clear_gradients(training)
                 recorder.made_again()
-                source.again()
+                source.repeat_last()
                 continue
             skipped = overflowed(training, numbers)
             _clear_gradients(training)
             training.scale = training.scale.after(skipped)
             training.step, training.sequences = step, training.sequences + train.global_batch
             done = recorder.record(numbers, drawn, lr, scale, skipped)
-            source.hear(done.step, done.rank_seconds)
+            source.step_done(done.step, done.rank_seconds)
             yield done
             if done.stop:
                 return
@@ -120,8 +122,8 @@ def gradient_norm(training: Training) -> Tensor:
 
 
 def divisor(training: Training, norm: Tensor) -> Tensor:
-    """Return what gradients are divided by in the update: the loss scale, and more where the norm exceeds the
-    limit."""
+    """Return the divisor of the gradients in the update: the loss scale, times norm / limit if the norm
+    exceeds the limit."""
     clip = training.config.train.clip
     excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)
     return excess * training.scale.value
@@ -132,8 +134,8 @@ def _clear_gradients(training: Training) -> None:
 
 
 def _balance_experts(training: Training, usable: Tensor) -> Tensor:
-    """Let routers answer to the step's loads, unless the step is skipped. Return the worst imbalance of a
-    layer and the load of each expert; nothing for a model without experts."""
+    """Adjust the routers by the loads of this step, unless the step is skipped. Return the worst imbalance of
+    a layer and the load of each expert; an empty tensor for a model without experts."""
     parallel, comm = training.parallel, training.comm
     if not training.config.model.experts:
         return torch.empty(0, device=comm.device)

@@ -1,10 +1,9 @@
-"""What ranks tell each other in every step: one vector of float64. It is summed over all axes but
+"""The values that ranks exchange in every step: one vector of float64. It is summed over all axes except
 tensor, along which the maximum is taken.
 
-It holds the loss, the votes to stop or to save, the checksum of the sequences read (data/batches.py), and how
-long each rank worked on the step before, in a slot of its own. That is 32 bytes, and 16 for each rank. A
-checksum has up to 56 bits and is sent as two halves of 28, whose sums stay exact for more ranks than there
-can be.
+It contains the loss, the votes to stop or to save, the checksum of the sequences read (data/batches.py), and
+the seconds that each rank worked on the step before: 32 bytes, and 16 more for each rank. A checksum has up
+to 56 bits and is sent as two halves of 28 bits, so that their sums are exact in float64.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 HALF = 1 << 28
 """A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
 STOP, SAVE = 1.0, 0.5
-"""What a vote counts. Any rank may vote to stop; only the main rank looks at the clock and votes to save. So
-votes that add up to less than one are the main rank's. A run that stops saves anyway."""
+"""Values of the votes. Any rank may vote to stop, but only the main rank votes to save, by its clock. So a
+sum of 0.5 is a vote to save, and a sum of at least 1 has a vote to stop. A run that stops saves anyway."""
 VOTES = slice(1, 2)
-"""Where the votes are in the vector."""
+"""Position of the votes in the vector."""
 
 
 def vote_of_this_rank(
     training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]
 ) -> float:
-    """Return this rank's vote; no vote in a step in which not all ranks hear it."""
+    """Return this rank's vote; 0 in a step in which the votes of all ranks are not summed."""
     if not training.rank_driver.hears_votes(training.step + 1):
         return 0.0
     if stop_asked():
@@ -40,22 +39,22 @@ def vote_of_this_rank(
 
 
 def message_to_all(training: Training, checksum: int, vote: float, seconds: tuple[float, float]) -> Tensor:
-    """Return what this rank tells all others beside its loss; `seconds` are its (compute, data) seconds of
-    the step before."""
+    """Return the values that this rank exchanges, except its loss. `seconds` are its (compute, data) seconds
+    of the step before."""
     mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
     high, low = divmod(checksum, HALF)
     times = [(0.0, 0.0)] * (world if world > 1 else 0)
     if times:
         times[rank] = seconds
-    values = [vote, high, low, *(each for pair in times for each in pair)]
-    # From pinned memory: otherwise the host would wait for the device.
+    values = [vote, high, low, *(number for pair in times for number in pair)]
+    # From pinned memory, because otherwise the host would wait for the device.
     message = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
     return message.to(mesh.device, non_blocking=True)
 
 
 def share(training: Training, numbers: Tensor) -> Tensor:
-    """Sum numbers over all devices that had other tokens or other stages; those of a tensor group had the
-    same."""
+    """Sum numbers in place over all ranks that had different tokens or different stages. Ranks along the
+    tensor axis had the same, so the maximum is taken."""
     comm = training.comm
     for axis in ("context", "pipeline"):
         comm.all_reduce(numbers, axis)
@@ -76,7 +75,7 @@ class Shared:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Shared:
-        """Return the numbers in a summed vector."""
+        """Return the numbers of a summed vector."""
         loss, votes, high, low, *times = numbers
         pairs = tuple(zip(times[::2], times[1::2], strict=True))
         return cls(loss, votes, int(high) * HALF + int(low), pairs)

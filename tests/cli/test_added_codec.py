@@ -22,7 +22,6 @@ from shardwise.codecs import RowCodec
 @dataclass(frozen=True)
 class Wide(RowCodec):
     name = "wide"
-    sends = "each in float64"
     host_nanoseconds = (1.0, 1.0)
     gpu_share = 0.5
 

@@ -95,11 +95,11 @@ def test_what_is_given_three_times_is_not_both(tmp_path: Path) -> None:
     ("name", "rounds", "says"),
     [
         ("adamw", False, "AdamW, fused kernel"),
-        ("adamw", True, "AdamW on bfloat16 weights and moments, rounded by chance"),
+        ("adamw", True, "AdamW on bfloat16 weights and states, rounded stochastically"),
         ("1bit-adam", False, "1-bit Adam: AdamW at first"),
         ("sgd", False, "SGD, momentum 0.9, fused kernel"),
         ("lion", False, "Lion"),
-        ("lion", True, "Lion on bfloat16 weights and states, rounded by chance"),
+        ("lion", True, "Lion on bfloat16 weights and states, rounded stochastically"),
     ],
 )
 def test_the_header_names_the_optimizer_that_runs(name: str, rounds: bool, says: str) -> None:

@@ -86,7 +86,7 @@ def test_a_job_names_an_optimizer_of_another_package(package: Path) -> None:
             "no_such_module:Absent of sign-sgd cannot be loaded: ModuleNotFoundError: No module named",
         ),
         ("misnamed", "declares name = 'sign-sgd'; give both the same name"),
-        ("function", "is no class that derives from shardwise.optimizers.Optimizer"),
+        ("function", "is no subclass of shardwise.optimizers.Optimizer"),
         ("sign-sdg", "unknown optimizer. Did you mean 'sign-sgd'?"),
     ],
 )

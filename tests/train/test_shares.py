@@ -50,7 +50,7 @@ def test_shares_follow_a_device_that_changes_its_speed() -> None:
         speeds[2] = 0.25 if 20 <= step < 40 else 1.0
         rows = np.array(dealing.deal().rows)
         seen.append(rows)
-        dealing.hear(step, [(seconds, 0.0) for seconds in rows / speeds])
+        dealing.note_seconds(step, [(seconds, 0.0) for seconds in rows / speeds])
     assert all(rows.sum() == 52 for rows in seen)
     assert seen[18].tolist() == [13] * 4
     assert seen[38].tolist() == [16, 16, 4, 16]
@@ -65,12 +65,12 @@ def test_one_slow_step_in_many_moves_few_rows_and_unknown_times_move_none() -> N
     for step in range(1, 30):
         rows = dealing.deal().rows
         slow = 3.0 if step == 15 else 1.0
-        dealing.hear(step, [(rows[0] * slow, 0.0), (rows[1] * 1.0, 0.0)])
+        dealing.note_seconds(step, [(rows[0] * slow, 0.0), (rows[1] * 1.0, 0.0)])
         assert abs(rows[0] - 32) <= 6
     blind = dealer(2, 64)
     for step in range(1, 10):
         blind.deal()
-        blind.hear(step, [(0.0, 1.0), (0.0, 9.0)])
+        blind.note_seconds(step, [(0.0, 1.0), (0.0, 9.0)])
     assert blind.deal().rows == (32, 32)
 
 
@@ -78,7 +78,7 @@ def test_a_group_of_tensor_devices_is_as_slow_as_its_slowest() -> None:
     dealing = dealer(2, 8, tensor=2)
     for step in range(1, 20 + WARM_UP):
         rows = dealing.deal().rows
-        dealing.hear(
+        dealing.note_seconds(
             step, [(rows[0] * 0.1, 0.0), (rows[0] * 1.0, 0.0), (rows[1] * 3.0, 0.0), (rows[1] * 1.0, 0.0)]
         )
     assert dealing.deal().rows == (6, 2)
