@@ -288,13 +288,6 @@ class Sharded(DataParallel):
             forget_forwards(unit)
 
 
-def replicate(
-    model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None
-) -> Replicated:
-    """Wrap the model in DistributedDataParallel, which sums gradients over the data-parallel devices."""
-    return Replicated(model, comm, settings, bucket_bytes)
-
-
 def shard(
     model: nn.Module,
     units: list[nn.Module],
