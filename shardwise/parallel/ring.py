@@ -82,7 +82,7 @@ def zigzag_positions(length: int, size: int, rank: int) -> Tensor:
     if length % (2 * size):
         raise UserError(
             f"ring attention over context = {size} cuts a sequence into {2 * size} equal chunks, and "
-            f"{length} tokens cannot be cut so: make data.sequence_length a multiple of {2 * size}"
+            f"{length} tokens cannot be divided by that: make data.sequence_length a multiple of {2 * size}"
         )
     chunks = torch.arange(length).view(2 * size, -1)  # (chunks, tokens of a chunk)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
