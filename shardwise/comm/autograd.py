@@ -11,8 +11,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
+from shardwise._torch import AutogradContext
 from shardwise.comm.comm import Comm
 
 P = ParamSpec("P")
@@ -71,78 +72,69 @@ def all_to_all(
     return result
 
 
-class _Context(FunctionCtx):
-    """What a forward remembers for its backward."""
-
-    comm: Comm
-    axis: str
-    dim: int
-    part: tuple[int, int, int]
-    """Arguments of `Tensor.narrow` that select this device's part."""
-    counts: tuple[Sequence[int] | None, Sequence[int] | None]
-    """Numbers of rows sent to each device and received from each device, in backward."""
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
         ctx.comm, ctx.axis, ctx.dim = comm, axis, dim
         return _gather(x, comm, axis, dim)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _scatter_sum(gradient, ctx.comm, ctx.axis, ctx.dim), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
         ctx.comm, ctx.axis, ctx.dim = comm, axis, dim
         return _scatter_sum(x, comm, axis, dim)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _gather(gradient, ctx.comm, ctx.axis, ctx.dim), None, None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
+        # Arguments of `narrow` that select this device's part.
         ctx.part = (dim, comm.mesh.coordinate(axis) * x.shape[dim], x.shape[dim])
         return _gather(x, comm, axis, dim)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient.narrow(*ctx.part), None, None, None
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, comm: Comm, axis: str) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, comm: Comm, axis: str) -> Tensor:
         return comm.all_reduce(x.clone(), axis)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: AutogradContext,
         rows: Tensor,
         comm: Comm,
         axis: str,
         sent: Sequence[int] | None,
         received: Sequence[int] | None,
     ) -> Tensor:
-        ctx.comm, ctx.axis, ctx.counts = comm, axis, (received, sent)
+        ctx.comm, ctx.axis = comm, axis
+        ctx.sent, ctx.received = received, sent  # in backward
         return comm.all_to_all(rows, axis, sent, received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.comm.all_to_all(gradient, ctx.axis, *ctx.counts), None, None, None, None
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows_gradient = ctx.comm.all_to_all(gradient, ctx.axis, ctx.sent, ctx.received)
+        return rows_gradient, None, None, None, None
 
 
 def _gather(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:

@@ -16,13 +16,12 @@ added as it is, and its residual is what the second hop leaves out of it. One re
 serves both hops. Summed over all devices, residuals are exactly what the weights still lack, so resharding
 may distribute them anew as long as their sum stays the same.
 
-p is computed in the residual's buffer, and what is sent is subtracted from it. What a step has sent before it
-is skipped, because a number overflowed in float16, is lost, as the gradient is.
+p is computed in the residual's buffer, and what is sent is subtracted from it. If a step is skipped because a
+number overflowed in float16, what it has sent is lost, and so is its gradient.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from torch import Tensor
 from shardwise.codecs import RowCodec
 from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather, exchange
+from shardwise.models.draw import hashed
 
 
 @dataclass(frozen=True)
@@ -124,5 +124,4 @@ class EncodedSum:
         """Return a seed that differs from step to step and is the same in a resumed run; codecs that draw
         indices get the same seed in both hops and on all devices."""
         who = "all" if self.codec.same_draws_everywhere else f"{hop}:{sender}"
-        text = f"{self.seed}:{self.comm.step}:{call}:{who}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return hashed(f"{self.seed}:{self.comm.step}:{call}:{who}") >> 1

@@ -93,6 +93,11 @@ def split(numbers: Tensor, pieces: Mapping[str, torch.Size]) -> list[Tensor]:
     return [part.view(*numbers.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def _is_whole(shards: Tensor, pieces: Mapping[str, torch.Size]) -> bool:
+    """Return whether all weights of a unit have a gradient: FSDP2 leaves out those that were not used."""
+    return shards.numel() == sum(shape.numel() for shape in pieces.values())
+
+
 class TimedGather(dist.Work):
     """A gather in progress. FSDP2 waits for it where it needs the weights, and that wait is exposed."""
 
@@ -193,7 +198,7 @@ class CountedReduceScatter(_Counted):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        is_whole = self._is_whole(output_tensor)
+        is_whole = _is_whole(output_tensor, self.pieces)
         if self.deferred is not None and is_whole:
             self._start(self.deferred, output_tensor, input_tensor, group)
             return None
@@ -205,11 +210,6 @@ class CountedReduceScatter(_Counted):
                 work = reduce_scatter(output_tensor, input_tensor, group, self.comm.mesh.worker, async_op)
         self.ended = time.perf_counter()
         return work
-
-    def _is_whole(self, output: Tensor) -> bool:
-        """Return whether all of the unit's weights were used: FSDP2 leaves out those that have no
-        gradient."""
-        return output.numel() == sum(shape.numel() for shape in self.pieces.values())
 
     def _start(
         self, deferred: DeferredUnitSum, output: Tensor, gradients: Tensor, group: dist.ProcessGroup
@@ -253,8 +253,7 @@ class CompressedReplicaSum:
             gradients.zero_()
             return
         self._earlier = None
-        is_whole = gradients.numel() == sum(shape.numel() for shape in self.pieces.values())
-        if self.compressor.active and is_whole:
+        if self.compressor.active and _is_whole(gradients, self.pieces):
             self.compressor.all_reduce(list(self.pieces), split(gradients, self.pieces))
             return
         with self.comm.collective("all_reduce", self.compressor.label, gradients):

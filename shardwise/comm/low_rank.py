@@ -16,7 +16,6 @@ order, and a caller may ask for some rows only.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.comm import Comm
 from shardwise.comm.compressed_sums import DeviceRows
+from shardwise.models.draw import hashed
 
 
 class LowRankSum:
@@ -96,8 +96,7 @@ class LowRankSum:
         """Return Q of a matrix from the step before, or its random start, which is the same on every device
         and layout."""
         if name not in self.factors:
-            digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            generator = torch.Generator().manual_seed(hashed(f"{self.seed}:{name}") >> 1)
             drawn = torch.randn(columns, self.rank, generator=generator, dtype=torch.float64)
             self.factors[name] = drawn.to(device, self.dtype)
         return self.factors[name]

@@ -55,7 +55,7 @@ class Peers:
         return [_decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
     def gather(self, message: T) -> list[T] | None:
-        """Return the messages of all ranks on rank 0 and None elsewhere: for messages too long for all."""
+        """Return the messages of all ranks on rank 0 and None elsewhere. Use it for long messages."""
         text = _encode(message)
         if self.group is None:
             return [_decode(text)]
@@ -127,7 +127,7 @@ def _decode(text: Tensor) -> Any:
         return json.loads(text.numpy().tobytes())
     except (ValueError, RecursionError):
         raise RunFailed(
-            "a worker received what no worker of this run has sent: is some other program on its network?"
+            "a worker received a message that no worker of this run sent: does another program use its port?"
         ) from None
 
 

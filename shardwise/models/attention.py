@@ -201,7 +201,7 @@ def _example_call(
         return rows.transpose(1, 2)
 
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda") if masked else None
-    kv_heads = config.heads if dtype == torch.float32 else config.kv_heads  # see CausalAttention
+    kv_heads = config.heads if dtype == torch.float32 else config.kv_heads  # see masked_attention
     key = projected(kv_heads)
     return torch.backends.cuda.SDPAParams(
         projected(config.heads), key, key, mask, 0.0, not masked, kv_heads < config.heads

@@ -97,7 +97,7 @@ def draw(
         draw(contiguous, table, seed, name, whole, held)
         part.copy_(contiguous)
         return
-    bits, key = INTEGER_DTYPES[part.dtype], _key(seed, name)
+    bits, key = INTEGER_DTYPES[part.dtype], hashed(f"{seed}:{name}")
     table = table.to(part.dtype).view(bits).to(part.device)
     flat, begin = part.view(bits).view(-1), 0
     for runs in _runs(whole, held):
@@ -111,8 +111,9 @@ def draw(
             _draw(target, table, key, runs)
 
 
-def _key(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+def hashed(text: str) -> int:
+    """Return 64 bits that depend on the text only."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @cache

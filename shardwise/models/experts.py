@@ -146,7 +146,7 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """Return the product of each row with the matrix of its expert."""
     weight = weight.to(rows.dtype)
     if _can_group(rows, weight):
-        return _grouped(rows, weight, counts.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(rows, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
     product: Tensor = _product_per_expert(rows, counts, weight)
     return product
 
@@ -161,10 +161,6 @@ def _product_per_expert(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 def _can_group(rows: Tensor, weight: Tensor) -> bool:
     supported = rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
     return supported and weight.shape[-1] * weight.element_size() % ALIGNMENT_BYTES == 0
-
-
-def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
 class MixtureOfExperts(ExactBuffers):

@@ -22,7 +22,8 @@ expert by expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,17 @@ from shardwise.models.float8_products import (
     E4M3,
     E5M2,
     ScaledProduct,
+    Settings,
     join_weights,
+    observe,
     quantise,
     transposed,
 )
 from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
 from shardwise.models.torch_dtypes import rounded_to, wide
 from shardwise.plan.float8_choice import MULTIPLE
+
+SETTINGS = len(Settings._fields)
 
 
 class GroupedFloat8(ScaledProduct):
@@ -79,33 +84,15 @@ class _GroupedProduct(torch.autograd.Function):
         order: Tensor | None,
         inverse: Tensor | None,
         copies: int,
-        cached8: Tensor | None,
-        cached8_transposed: Tensor | None,
-        probe: Tensor | None,
-        input_scale: Tensor,
-        weight_scale: Tensor,
-        gradient_scale: Tensor,
-        dynamic: bool,
-        plain: bool,
-        note: Callable[[Tensor], None] | None,
-        *weights: Tensor,
+        *settings_and_weights: Any,
     ) -> Tensor:
+        settings, weights = settings_and_weights[:SETTINGS], settings_and_weights[SETTINGS:]
+        w8, w8t, _, input_scale, weight_scale, gradient_scale, dynamic, plain, note = Settings(*settings)
         x8, input_scale, seen = quantise(x, input_scale, E4M3, dynamic, plain)
-        w8 = cached8
         if w8 is None:
             w8 = join_weights(weights, weight_scale, x.dtype, None if plain else E4M3)
-        ctx.save_for_backward(
-            x8,
-            ends,
-            order,
-            inverse,
-            input_scale,
-            weight_scale,
-            gradient_scale,
-            seen,
-            cached8_transposed,
-            *weights,
-        )
+        scales = input_scale, weight_scale, gradient_scale
+        ctx.save_for_backward(x8, ends, order, inverse, *scales, seen, w8t, *weights)
         ctx.copies, ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = copies, dynamic, plain, note, x.dtype
         rows8 = x8 if order is None else take_copies(x8, copied_from(order, copies))
         return grouped_product(rows8, w8, ends, input_scale, weight_scale, x.dtype)
@@ -123,10 +110,7 @@ class _GroupedProduct(torch.autograd.Function):
         weight_gradients = grouped_outer_product(g8, x8, places, ends, gradient_scale, input_scale, weights)
         if inverse is not None:
             x_gradient = sum_copies(x_gradient, inverse, ctx.copies)
-        all_seen = torch.stack((seen, gradient_seen))
-        if ctx.note is not None:
-            ctx.note(all_seen)
-        to_probe = all_seen if ctx.note is None else None
+        to_probe = observe(seen, gradient_seen, ctx.note)
         return x_gradient, *6 * (None,), to_probe, *6 * (None,), *weight_gradients
 
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,25 @@ HEADROOM = {E4M3: 2.0, E5M2: 8.0}
 the larger range."""
 HISTORY = 16
 """Number of steps whose largest magnitudes are remembered."""
-Settings = tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, bool, bool,
-    Callable[[Tensor], None] | None,
-]  # fmt: skip
-"""Arguments of a product beside its factors, see `ScaledProduct.settings`."""
+
+
+class Settings(NamedTuple):
+    """Arguments of a product beside its factors, as autograd functions take them: one after the other."""
+
+    cached8: Tensor | None
+    """The weights in 8 bits, if they are cached."""
+    cached8_transposed: Tensor | None
+    probe: Tensor | None
+    """Tensor whose gradient is the observation, in compiled code."""
+    input_scale: Tensor
+    weight_scale: Tensor
+    gradient_scale: Tensor
+    dynamic: bool
+    """Whether scales of inputs and gradients are taken from the tensors themselves."""
+    plain: bool
+    """Whether nothing is cast."""
+    note: Callable[[Tensor], None] | None
+    """Function that stores an observation; None: the probe gets it."""
 
 
 class Scale(ExactBuffers):
@@ -105,17 +120,13 @@ class ScaledProduct(nn.Module):
         self.probe = self._new_probe(torch.device("cpu"))
 
     def settings(self) -> Settings:
-        """Return the arguments of the product beside its factors.
-
-        They are the cached weights (plain and transposed), the probe, three scales, whether they are dynamic,
-        whether nothing is cast, and the function that stores an observation.
-        """
+        """Return the arguments of the product beside its factors."""
         cached = (None, None) if self.cached_weights is None or self.plain else self.cached_weights
         probe, note = (
             (self.probe, None) if torch.compiler.is_compiling() else (None, self.observations.append)
         )
         scales = self.input.value, self.weight.value, self.gradient.value
-        return *cached, probe, *scales, self.dynamic, self.plain, note
+        return Settings(*cached, probe, *scales, self.dynamic, self.plain, note)
 
     @torch.no_grad()
     def cache_weights(self, weights: Sequence[Tensor], dtype: torch.dtype, compiled: bool) -> None:
@@ -158,24 +169,13 @@ class _Product(torch.autograd.Function):
     """Rows (n, inputs) times weight (outputs, inputs) transposed."""
 
     @staticmethod
-    def forward(
-        ctx: AutogradContext,
-        x: Tensor,
-        weight: Tensor,
-        cached8: Tensor | None,
-        cached8_transposed: Tensor | None,
-        probe: Tensor | None,
-        input_scale: Tensor,
-        weight_scale: Tensor,
-        gradient_scale: Tensor,
-        dynamic: bool,
-        plain: bool,
-        note: Callable[[Tensor], None] | None,
-    ) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+        w8, w8t, _, input_scale, weight_scale, gradient_scale, dynamic, plain, note = Settings(*settings)
         x8, input_scale, seen = quantise(x, input_scale, E4M3, dynamic, plain)
-        w8 = cast(weight.to(x.dtype), weight_scale, None if plain else E4M3) if cached8 is None else cached8
-        needed = weight if cached8 is None else None
-        ctx.save_for_backward(x8, needed, cached8_transposed, input_scale, weight_scale, gradient_scale, seen)
+        needed = weight if w8 is None else None
+        if w8 is None:
+            w8 = cast(weight.to(x.dtype), weight_scale, None if plain else E4M3)
+        ctx.save_for_backward(x8, needed, w8t, input_scale, weight_scale, gradient_scale, seen)
         ctx.dynamic, ctx.plain, ctx.note = dynamic, plain, note
         ctx.dtype, ctx.weight_dtype = x.dtype, weight.dtype
         return multiply(x8, w8.t(), input_scale, weight_scale, x.dtype)
@@ -188,11 +188,18 @@ class _Product(torch.autograd.Function):
             w8t = transposed(cast(weight.to(ctx.dtype), weight_scale, None if ctx.plain else E4M3))
         x_gradient = multiply(g8, w8t.t(), gradient_scale, weight_scale, ctx.dtype)
         weight_gradient = multiply(transposed(g8), transposed(x8).t(), gradient_scale, input_scale, ctx.dtype)
-        all_seen = torch.stack((seen, gradient_seen))
-        if ctx.note is not None:
-            ctx.note(all_seen)
-        to_probe = all_seen if ctx.note is None else None
+        to_probe = observe(seen, gradient_seen, ctx.note)
         return x_gradient, weight_gradient.to(ctx.weight_dtype), None, None, to_probe, *6 * (None,)
+
+
+def observe(seen: Tensor, gradient_seen: Tensor, note: Callable[[Tensor], None] | None) -> Tensor | None:
+    """Store the observations of input and gradient by `note`; without it, return the gradient of the
+    probe."""
+    observation = torch.stack((seen, gradient_seen))
+    if note is None:
+        return observation
+    note(observation)
+    return None
 
 
 def quantise(

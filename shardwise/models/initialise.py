@@ -86,8 +86,8 @@ def _value_from_module(model: nn.Module, name: str, shape: tuple[int, ...], seed
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         )
         raise UserError(
-            f"initial_value({name!r}, {shape}, {seed}) gave {returned}; it must give finite numbers of that "
-            "shape, or None: then they are drawn as without it"
+            f"initial_value({name!r}, {shape}, {seed}) returned {returned}; it must return finite numbers of "
+            "that shape, or None to let shardwise draw them"
         )
     return value.to("cpu", torch.float32)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, Model
+from shardwise.models.torch_dtypes import wide
 from shardwise.models.unallocated import ExactBuffers
 
 Angles = tuple[Tensor, Tensor]
@@ -42,8 +43,7 @@ class Rotary(ExactBuffers):
         """Return the angles of these positions (sequence) for activations of this dtype."""
         angles = torch.outer(positions.double(), self.frequencies).unsqueeze(1)  # (sequence, 1, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return torch.cat((cos, cos), -1).to(wide), torch.cat((-sin, sin), -1).to(wide)
+        return torch.cat((cos, cos), -1).to(wide(dtype)), torch.cat((-sin, sin), -1).to(wide(dtype))
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
@@ -66,6 +66,6 @@ def rotary_frequencies(config: Model) -> Tensor:
 
 def _stretch(frequencies: Tensor, config: Model) -> Tensor:
     waves_in_original = config.rope_original * frequencies / (2 * math.pi)
-    kept = (waves_in_original - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / config.rope_scale
+    share = (waves_in_original - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+    share = share.clamp(0, 1)  # of the frequency as it is, in the blend with the slowed one
+    return share * frequencies + (1 - share) * frequencies / config.rope_scale

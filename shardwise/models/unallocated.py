@@ -2,9 +2,10 @@
 
 On torch's meta device a constructor has no values at all: a table of angles is as empty as a matrix of
 weights, and code that reads a number (`torch.linspace(0, 0.1, layers)[i].item()`, as many models do) fails.
-So a constructor runs on the CPU as its author wrote it, and each parameter moves to the meta device as soon
-as a module gets it, when its memory is freed. So at most one weight is in memory, and no random numbers are
-drawn for weights that are allocated first and filled later, as in torch's own modules. Buffers stay.
+A constructor therefore runs on the CPU as its author wrote it. As soon as a module gets a parameter, the
+parameter moves to the meta device and its memory is freed. So at most one weight is in memory, and no random
+numbers are drawn for weights that are allocated first and filled later, as in torch's own modules. Buffers
+stay.
 
 Values that a constructor gives its weights are lost: those of `nn.Parameter(torch.eye(8))`, of
 `weight.copy_(table)`, of `nn.init.zeros_(weight)`. To keep them, every process would have to hold the whole

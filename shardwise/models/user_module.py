@@ -53,8 +53,8 @@ OPTIONAL = ("documents", "positions", "logits_at")
 WHAT_TO_RETURN = (
     "Return the loss, one number, summed over the targets that are not -100, for example "
     'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"): shardwise divides by the '
-    "number of such targets in the global batch. If it is to be divided by something else, add a method "
-    "count_items(inputs, targets) that says by what"
+    "number of such targets in the global batch. To divide by something else, add a method "
+    "count_items(inputs, targets) that returns the divisor"
 )
 """Advice for a `forward` that returns something else where it gets targets."""
 MIXED = (torch.bfloat16, torch.float16)
@@ -80,14 +80,14 @@ def build_user_module(model: Model) -> nn.Module:
             ) from error
         raise UserError(
             f"{where}: could not be built: {type(error).__name__}: {error} ({_location(error, model)}). "
-            "It is called with the [model] section; its weights are on torch's meta device, without values, "
-            "and get them later from initial_value(name, shape, seed), also those of a pretrained part "
-            "(docs/sharding.md)"
+            "The class is called with the [model] section. Its weights are on torch's meta device, without "
+            "values. They get values later from initial_value(name, shape, seed), also those of a "
+            "pretrained part (docs/sharding.md)"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"{where}: gave {type(module).__name__}, not a torch.nn.Module; name a class or a function that "
-            "makes one"
+            f"{where}: returned {type(module).__name__}, not a torch.nn.Module; name a class or a function "
+            "that makes one"
         )
     return module
 
@@ -161,8 +161,8 @@ def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     else:
         fault = type(result).__name__
     raise UserError(
-        f"{name_of(module)}.count_items gave {fault}; it must give one number, how many items the loss of "
-        "these targets is a sum over, for example (targets[:, -1] != -100).sum()"
+        f"{name_of(module)}.count_items returned {fault}; it must return one number, the number of items in "
+        "the loss of these targets, for example (targets[:, -1] != -100).sum()"
     )
 
 
@@ -273,7 +273,7 @@ def _checked_logits(result: object, name: str) -> Tensor:
 def _logits_at(logits: Tensor, position: int, name: str) -> Tensor:
     if logits.shape[1] <= position:
         raise UserError(
-            f"{name}.forward gave logits of {counted(logits.shape[1], 'position')} of a longer sequence; "
+            f"{name}.forward returned logits of {counted(logits.shape[1], 'position')} of a longer sequence; "
             "without targets it must return (batch, sequence, vocabulary), to be sampled from"
         )
     return logits[:, position]

@@ -41,7 +41,7 @@ from shardwise.models.torch_dtypes import DTYPES
 from shardwise.optim import local
 from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.context import local_positions, split_over_context
-from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
+from shardwise.parallel.data import DataParallel, Replicated, SingleDevice, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.float8_scales import Scales, use_float8
 from shardwise.parallel.parallel_model import ParallelModel
@@ -190,7 +190,9 @@ def _on_data_axes(plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> 
     settings = _compression(plan, model, table, comm)
     if not engine.sharded:
         allocate(model, comm.device)
-        return SingleDevice(model) if engine.single else replicate(model, comm, settings, plan.bucket_bytes)
+        if engine.single:
+            return SingleDevice(model)
+        return Replicated(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[spec.dtypes.compute], DTYPES[spec.dtypes.sums]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
     gathers = _gathers(plan, model, table, comm)
@@ -267,7 +269,7 @@ def draw_weights(parallel: ParallelModel, seed: int) -> None:
     for part in parallel.parts:
         initialise(part.model, seed, local_part, parallel.table.tied_name, device)
         if not hasattr(part.model, "initial_value"):  # a user's `initial_value` may return zeros
-            check_values(part.model, local=_local)
+            check_values(part.model, local=local)
 
 
 def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:
@@ -285,7 +287,3 @@ def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | 
     moved = {id(buffer): buffer.to(buffers_on or device) for buffer in buffers.values()}
     for (module, name), buffer in buffers.items():
         setattr(module, name, moved[id(buffer)])
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return local(parameter)

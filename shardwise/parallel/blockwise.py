@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +56,32 @@ _LSE_MULTIPLE = 32  # the efficient kernel pads its lse to a multiple of this nu
 _BIAS_MULTIPLE = 16  # the efficient kernel needs the rows of its mask to start at a multiple of this
 
 
+class BackwardTensors(NamedTuple):
+    """Tensors that the backward of a block reads, in the order of torch's kernels."""
+
+    gradient: Tensor
+    """Gradient of `out`."""
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    """Result over all blocks."""
+    lse: Tensor
+    """Log-sum-exp over all blocks."""
+
+    def to(self, dtype: torch.dtype) -> BackwardTensors:
+        """Return all tensors but lse in this dtype."""
+        return BackwardTensors(*(tensor.to(dtype) for tensor in self[:5]), lse=self.lse)
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute a block: `forward(query, key, value, causal, bias)` and
-    `backward(gradient, query, key, value, merged out, merged lse, causal, bias)`."""
+    """One way to compute a block: `forward(query, key, value, causal, bias)` and `backward(tensors, causal,
+    bias)`."""
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Attended]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Tensor | None], Gradients]
+    backward: Callable[[BackwardTensors, bool, Tensor | None], Gradients]
     shares_heads: bool = True
     fused: bool = True
 
@@ -80,11 +99,11 @@ def attend(
     `query` is (batch, heads, queries, head_dim), `key` and `value` are (batch, kv_heads, keys, head_dim).
     """
     if documents is None and kernel.fused:
-        keys, values = (_match_heads(kernel, query, tensor) for tensor in (key, value))
+        keys, values = _match_heads(kernel, query, key, value)
         return kernel.forward(query, keys, values, causal, None)
     slices = []  # results of slices of the queries: a mask for all queries at once may not fit in memory
     for rows, seen, bias in _masked_slices(kernel, query, key, causal, documents):
-        keys, values = (_match_heads(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
+        keys, values = _match_heads(kernel, query, key[:, :, seen], value[:, :, seen])
         slices.append(kernel.forward(query[:, :, rows], keys, values, False, bias))
     return torch.cat([out for out, _ in slices], 2), torch.cat([lse for _, lse in slices], 2)
 
@@ -102,18 +121,18 @@ def attend_backward(
     """Return what a block adds to the gradients of its queries, keys and values, given the out and lse over
     all blocks."""
     if documents is None and kernel.fused:
-        keys, values = (_match_heads(kernel, query, tensor) for tensor in (key, value))
-        of_query, of_keys, of_values = kernel.backward(gradient, query, keys, values, *merged, causal, None)
+        keys, values = _match_heads(kernel, query, key, value)
+        tensors = BackwardTensors(gradient, query, keys, values, *merged)
+        of_query, of_keys, of_values = kernel.backward(tensors, causal, None)
         return of_query, _sum_shared(of_keys, key), _sum_shared(of_values, value)
     of_query = torch.empty_like(query)
     # Several slices of the queries see a key: its gradient is a sum, taken in the wide dtype.
     of_key, of_value = (torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in (key, value))
     for rows, seen, bias in _masked_slices(kernel, query, key, causal, documents):
-        keys, values = (_match_heads(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
-        out, lse = (tensor[:, :, rows] for tensor in merged)
-        of_rows, of_keys, of_values = kernel.backward(
-            gradient[:, :, rows], query[:, :, rows], keys, values, out, lse, False, bias
-        )
+        keys, values = _match_heads(kernel, query, key[:, :, seen], value[:, :, seen])
+        of_out, queries, out, lse = (tensor[:, :, rows] for tensor in (gradient, query, *merged))
+        tensors = BackwardTensors(of_out, queries, keys, values, out, lse)
+        of_rows, of_keys, of_values = kernel.backward(tensors, False, bias)
         of_query[:, :, rows] = of_rows  # (batch, heads, rows, head_dim)
         of_key[:, :, seen] += _sum_shared(of_keys, key[:, :, seen])  # (batch, kv_heads, seen, head_dim)
         of_value[:, :, seen] += _sum_shared(of_values, value[:, :, seen])
@@ -196,10 +215,12 @@ def _multiple(count: int, of: int) -> int:
     return -(-count // of) * of
 
 
-def _match_heads(kernel: Kernel, query: Tensor, key: Tensor) -> Tensor:
-    """Return keys or values with as many heads as the kernel needs: its own number, or one per query head."""
-    repeats = 1 if kernel.shares_heads else query.shape[1] // key.shape[1]
-    return key if repeats == 1 else key.repeat_interleave(repeats, 1)
+def _match_heads(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with as many heads as the kernel needs: as they are, or one per query head."""
+    repeats = query.shape[1] // key.shape[1]
+    if kernel.shares_heads or repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
 
 def _sum_shared(gradient: Tensor, key: Tensor) -> Tensor:
@@ -214,27 +235,18 @@ def _sum_shared(gradient: Tensor, key: Tensor) -> Tensor:
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
     dtype = _kernel_dtype(query)
-    block, mask = (tensor.to(dtype) for tensor in (query, key, value)), _cast(bias, dtype)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, causal, attn_mask=mask)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query.to(dtype), key.to(dtype), value.to(dtype), 0.0, causal, attn_mask=_cast(bias, dtype)
+    )
     return out.to(query.dtype), lse
 
 
-def _cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-) -> Gradients:
-    dtype = _kernel_dtype(query)
-    block, mask = (tensor.to(dtype) for tensor in (gradient, query, key, value, out)), _cast(bias, dtype)
+def _cpu_backward(tensors: BackwardTensors, causal: bool, bias: Tensor | None) -> Gradients:
+    dtype = _kernel_dtype(tensors.query)
     gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *block, lse, 0.0, causal, attn_mask=mask
+        *tensors.to(dtype), 0.0, causal, attn_mask=_cast(bias, dtype)
     )
-    of_query, of_key, of_value = (tensor.to(query.dtype) for tensor in gradients)
+    of_query, of_key, of_value = (gradient.to(tensors.query.dtype) for gradient in gradients)
     return of_query, of_key, of_value
 
 
@@ -254,29 +266,10 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor
     return out, lse.reshape(out.shape[:-1])  # cuDNN's lse has a last dim of 1
 
 
-def _cudnn_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-) -> Gradients:
-    lengths = (None, None, query.shape[2], key.shape[2])
+def _cudnn_backward(tensors: BackwardTensors, causal: bool, bias: Tensor | None) -> Gradients:
+    given = tensors._replace(lse=tensors.lse.contiguous().unsqueeze(-1))
     gradients: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
-        gradient,
-        query,
-        key,
-        value,
-        out,
-        lse.contiguous().unsqueeze(-1),
-        *_no_dropout(query),
-        None,
-        *lengths,
-        0.0,
-        causal,
+        *given, *_no_dropout(given.query), None, *_lengths(given), 0.0, causal
     )
     return gradients
 
@@ -287,19 +280,10 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor
     return out, lse
 
 
-def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-) -> Gradients:
-    lengths = (None, None, query.shape[2], key.shape[2])
+def _flash_backward(tensors: BackwardTensors, causal: bool, bias: Tensor | None) -> Gradients:
+    given = tensors._replace(lse=tensors.lse.contiguous())
     gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(query)
+        *given, *_lengths(given), 0.0, causal, *_no_dropout(given.query)
     )
     return gradients
 
@@ -315,32 +299,14 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Te
     return out, lse[:, :, : query.shape[2]]  # the kernel pads its lse
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-) -> Gradients:
+def _efficient_backward(tensors: BackwardTensors, causal: bool, bias: Tensor | None) -> Gradients:
+    gradient, query, key, value, out, lse = tensors
     rows = lse.shape[2]
     # An infinite lse gives a padded row a weight of zero.
-    padded = F.pad(lse, (0, _multiple(rows, _LSE_MULTIPLE) - rows), value=math.inf)
-    wanted = (True, True, True, False)
+    padded = F.pad(lse, (0, _multiple(rows, _LSE_MULTIPLE) - rows), value=math.inf).contiguous()
+    mask, needed = _expand(bias, query), (True, True, True, False)
     of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        gradient,
-        query,
-        key,
-        value,
-        _expand(bias, query),
-        out,
-        padded.contiguous(),
-        *_no_dropout(query),
-        0.0,
-        wanted,
-        causal,
+        gradient, query, key, value, mask, out, padded, *_no_dropout(query), 0.0, needed, causal
     )
     return of_query, of_key, of_value
 
@@ -352,21 +318,10 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor
     return out.to(query.dtype), lse
 
 
-def _plain_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-) -> Gradients:
+def _plain_backward(tensors: BackwardTensors, causal: bool, bias: Tensor | None) -> Gradients:
     # Softmax over the keys of all blocks: (batch, heads, queries, keys).
-    probability = (_scores(query, key, bias) - lse.unsqueeze(-1)).exp_()
-    gradient, query, key, value, out = (
-        tensor.to(probability.dtype) for tensor in (gradient, query, key, value, out)
-    )
+    probability = (_scores(tensors.query, tensors.key, bias) - tensors.lse.unsqueeze(-1)).exp_()
+    gradient, query, key, value, out, _ = tensors.to(probability.dtype)
     # The backward of softmax subtracts a row's mean gradient over all keys, which is gradient · out.
     of_probability = gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)
     of_score = probability * of_probability * query.shape[-1] ** -0.5
@@ -384,6 +339,11 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
     """Return a state of the random generator, which kernels take but do not use without dropout."""
     seed = torch.empty(2, dtype=torch.int64, device=query.device)
     return seed, seed
+
+
+def _lengths(tensors: BackwardTensors) -> tuple[None, None, int, int]:
+    """Return what kernels take about lengths: no sequences of unequal length, and the queries and keys."""
+    return None, None, tensors.query.shape[2], tensors.key.shape[2]
 
 
 def _cuda_call(query: Tensor, key: Tensor, value: Tensor) -> torch.backends.cuda.SDPAParams:

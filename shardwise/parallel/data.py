@@ -11,11 +11,11 @@ bfloat16). With P parameters, R of them in the root unit, one step sends:
 | 2    | FSDP2  | and gradients                | all-gather cP once, reduce-scatter rP each micro-batch      |
 | 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
 
-A unit is sent at once: a block, the embedding, and the root with everything else (head, last norm, learned
-positions; in a tied model the embedding, which is the head). The experts of a block are a separate unit, and
-so is the router, which computes in r bytes and not in c: FSDP2 has one dtype per unit. The root is used last
-in forward and first in backward, so it stays gathered between them and is sent once. Rows that do not divide
-over `data` are padded. tests/comm compares the ledger of real steps with this table, to the byte.
+FSDP2 sends one unit at a time: a block, the embedding, or the root with everything else (head, last norm,
+learned positions; in a tied model the embedding, which is the head). The experts of a block are a separate
+unit, and so is the router, which computes in r bytes and not in c: FSDP2 has one dtype per unit. The root is
+used last in forward and first in backward, so it stays gathered between them and is sent once. Rows that do
+not divide over `data` are padded. tests/comm compares the ledger of real steps with this table, to the byte.
 
 With tensor or pipeline axes, and for every model with experts, `zero = 0` is FSDP2 too, on shards of one
 device: nothing is gathered over the network, and gradients are summed over the copies unit by unit in the
@@ -23,8 +23,8 @@ last backward. With `context` above 1 its devices count as data devices. With `r
 is sharded by itself, and an all-reduce of the summed shards (rP / data) over the replicas follows once per
 step.
 
-plan/memory.py has the memory of each stage. On CPU workers, gradients of up to four more units are being
-summed, with room for as many that arrive (comm/deferred_sums.py).
+plan/memory.py has the memory of each stage. CPU workers also hold the gradients of up to four units whose
+sums are running, and buffers of the same size for what arrives (comm/deferred_sums.py).
 """
 
 from __future__ import annotations
@@ -288,13 +288,6 @@ class Sharded(DataParallel):
             forget_forwards(unit)
 
 
-def replicate(
-    model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None
-) -> Replicated:
-    """Wrap the model in DistributedDataParallel, which sums gradients over the data-parallel devices."""
-    return Replicated(model, comm, settings, bucket_bytes)
-
-
 def shard(
     model: nn.Module,
     units: list[nn.Module],
@@ -365,9 +358,9 @@ class _Collectives:
         """Sums over shards that a CPU makes in the background of backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:
-        """Return the mesh of a unit: (copies, shards), or shards alone. Without ZeRO every device is a copy,
-        of shards of one device. Copies whose sums are compressed are left out of FSDP2's mesh: its hook can
-        add a sum over copies, but not replace one."""
+        """Return the mesh of a unit: (copies, shards), or shards alone. Without ZeRO each device has a whole
+        copy. Copies whose sums are compressed are left out of FSDP2's mesh: its hook can add a sum over
+        copies, but not replace one."""
         mesh, copies = self.comm.mesh, self.engine.copies(axis)
         shards = axis if self.engine.zero else "solo"
         joined = mesh.size(copies) > 1 and not self._compresses(copies)

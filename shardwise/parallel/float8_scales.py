@@ -78,9 +78,9 @@ class Observation:
 class Scales:
     """All scales of the model, of which this rank holds those of its part.
 
-    Delayed scales are not known in a run's first step. That step is therefore made twice, first to measure
-    the magnitudes, with dynamic scales, which take no more memory than later steps. A proof (`exact`)
-    measures without any rounding, because dynamic scales depend on which device has which tokens.
+    Delayed scales are not known in a run's first step. That step is therefore made twice. The first time
+    measures the magnitudes with dynamic scales, which take no more memory than later steps. A proof (`exact`)
+    measures them without any rounding, because dynamic scales depend on which device has which tokens.
 
     With `cast_once`, weights of blocks are cast once for all micro-batches of a step; those of a head are
     cast with its chunks.
@@ -202,11 +202,11 @@ class Scales:
     def observe(self) -> Observation:
         """Return the statistics of the step, over all devices."""
         numbers = torch.zeros(len(self.names), 3, device=self.comm.device)
-        noted = [seen for product in self.products for seen in product.observations]
-        if noted:
+        observations = [seen for product in self.products for seen in product.observations]
+        if observations:
             times = tuple(len(product.observations) for product in self.products)
             indices = self._indices_of_rows(times).unsqueeze(1).expand(-1, 2)
-            numbers[:, :2].scatter_reduce_(0, indices, torch.cat(noted), "amax")
+            numbers[:, :2].scatter_reduce_(0, indices, torch.cat(observations), "amax")
         numbers[:, 0] += self.weight_maxima
         if self.delayed_scales and self.delayed:
             values = torch.stack([scale.value for scale in self.delayed_scales])

@@ -10,8 +10,8 @@ add up: nothing is averaged over micro-batches or stages, and any schedule gives
 
 FSDP2 inside a stage gathers and reduces as it does without a pipeline (parallel/data.py), micro-batch by
 micro-batch. The zero-bubble schedules split backward in two, and the second half runs outside of the hooks
-in which FSDP2 reduces. So there weights stay gathered and gradients whole until the step's last action, in
-every ZeRO stage: the price of no bubble.
+in which FSDP2 reduces. With these schedules weights therefore stay gathered and gradients whole until the
+step's last action, in every ZeRO stage.
 
 A tied embedding has a copy on the first and on the last stage. Both begin equal and get the sum of the two
 gradients, so both stay equal; the sum is one exchange per step between the two devices.
@@ -182,7 +182,7 @@ class Pipelined(ParallelModel):
             group=group,
         )
         runner.part, runner.comm, runner.split, runner.sent = part, self.comm, stages.splits_backward, {}
-        runner.float8 = any(isinstance(one, ScaledProduct) for one in part.model.modules())
+        runner.float8 = any(isinstance(module, ScaledProduct) for module in part.model.modules())
         runner.owners = {}
         runner.begin = lambda index: self.begin(self._batch[index])
         return runner

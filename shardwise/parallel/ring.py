@@ -46,13 +46,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise._torch import AutogradContext
 from shardwise.comm import Comm, PeerExchange
 from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
@@ -82,7 +82,7 @@ def zigzag_positions(length: int, size: int, rank: int) -> Tensor:
     if length % (2 * size):
         raise UserError(
             f"ring attention over context = {size} cuts a sequence into {2 * size} equal chunks, and "
-            f"{length} tokens cannot be cut so: make data.sequence_length a multiple of {2 * size}"
+            f"{length} tokens cannot be divided by that: make data.sequence_length a multiple of {2 * size}"
         )
     chunks = torch.arange(length).view(2 * size, -1)  # (chunks, tokens of a chunk)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
@@ -316,20 +316,10 @@ RING = torch.ops.shardwise.ring_attention.default
 """The forward pass as one operator, whose result recomputation can save."""
 
 
-class _Context(Protocol):
-    """What forward saves for backward."""
-
-    kernel: Kernel
-    comm: Comm
-    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: _Context,
+        ctx: AutogradContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -338,17 +328,17 @@ class _RingAttention(torch.autograd.Function):
         group: str,
     ) -> Tensor:
         out, lse = torch.ops.shardwise.ring_attention(query, key, value, documents, kernel, group)
-        context.save_for_backward(query, key, value, out, lse, documents)
-        context.kernel, context.comm = KERNELS[kernel], _COMMS[group]
+        ctx.save_for_backward(query, key, value, out, lse, documents)
+        ctx.kernel, ctx.comm = KERNELS[kernel], _COMMS[group]
         result: Tensor = out
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(context: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, documents = context.saved_tensors
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, documents = ctx.saved_tensors
         if gradient.stride() != out.stride():  # kernels need contiguous rows, unlike a broadcast gradient's
             gradient = torch.empty_like(out).copy_(gradient)
-        ring, saved = Neighbours(context.comm), (query, key, value)
-        gradients = backward_pass(ring, context.kernel, gradient, saved, (out, lse), documents)
+        ring, saved = Neighbours(ctx.comm), (query, key, value)
+        gradients = backward_pass(ring, ctx.kernel, gradient, saved, (out, lse), documents)
         return *gradients, None, None, None

@@ -17,13 +17,13 @@ Seeding costs the host some microseconds per block. The transformer draws nothin
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Comm
+from shardwise.models.draw import hashed
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
 
 
@@ -41,9 +41,7 @@ class Seeds:
 
     def seed_block(self, block: str) -> None:
         """Seed the generators for this block of the micro-batch."""
-        text = f"{self._seed}:{self._sequence}:{self._part}:{block}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1
+        seed = hashed(f"{self._seed}:{self._sequence}:{self._part}:{block}") >> 1
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)

@@ -80,7 +80,7 @@ def _matrix_problem(module: nn.Module) -> str | None:
         return None if module.groups == 1 else f"it has groups={module.groups}"
     from_library = type(module).__module__.partition(".")[0] in ("torch", "transformers")
     if (from_library and not isinstance(module, nn.Linear)) or isinstance(module, nn.Embedding):
-        return "that has no matrix (outputs, inputs) which a part of it could stand for"
+        return "it has no matrix (outputs, inputs) that could be split"
     if getattr(getattr(module, "weight", None), "ndim", 0) != 2:
         return "it has no weight (outputs, inputs)"
     return None
@@ -90,7 +90,7 @@ def _embedding_problem(role: Role, module: nn.Module) -> str | None:
     if not isinstance(module, nn.Embedding):
         return "it is for nn.Embedding"
     if role.kind == "vocabulary" and (module.max_norm is not None or module.scale_grad_by_freq):
-        return "a device that has some of the rows knows neither max_norm nor scale_grad_by_freq"
+        return "max_norm and scale_grad_by_freq need all rows, and a device has some of them"
     return None
 
 
@@ -99,7 +99,7 @@ def _whole_module_problem(role: Role, module: nn.Module) -> str | None:
         return "it is for shardwise.models.Head; elsewhere use columns(gather=True)"
     if role.kind == "whole" and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return (
-            "it looks at all of a sequence, of which a device has a part here; write it with nn.Linear, as "
+            "it needs the whole sequence, and a device has a part of it; write it with nn.Linear, as in "
             "examples/own_model.py"
         )
     return None
@@ -229,9 +229,8 @@ def _gather_input(
     if not inputs:
         if module.parallel_input not in named:
             raise UserError(
-                f"a module that the sharding table calls gathered() was called without its first argument, "
-                f"{module.parallel_input or 'of which it has none'}: that is the sequence to put together "
-                f"before the call"
+                f"a module with the role gathered() was called without its first argument "
+                f"({module.parallel_input or 'it has none'}), which is the sequence to gather"
             )
         inputs = (named[module.parallel_input],)
         named = {name: value for name, value in named.items() if name != module.parallel_input}
@@ -244,8 +243,8 @@ class Regathered(Gathered):
 
     def forward(self, whole: Tensor, *rest: object, **named: object) -> Tensor:
         """Run the module's forward with hooks for saved tensors."""
-        regathered = _Regathered(whole, self.parallel_share)
-        with torch.autograd.graph.saved_tensors_hooks(regathered.pack, regathered.unpack):
+        saved = _SavedPart(whole, self.parallel_share)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             output: Tensor = super().forward(whole, *rest, **named)
             return output
 
@@ -258,29 +257,29 @@ View = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 """Size, stride and storage offset of a view of the gathered tensor."""
 
 
-class _Regathered:
-    """A gathered tensor that is freed, and gathered again when backward first needs it."""
+class _SavedPart:
+    """This device's part of a gathered tensor, which is gathered again when backward first needs it."""
 
     def __init__(self, whole: Tensor, share: Share) -> None:
         self.comm, self.storage = share.comm, whole.untyped_storage().data_ptr()
         self.part = whole.detach().chunk(share.size, SEQUENCE)[share.index].clone()
         self.whole: Tensor | None = None
-        self.users = self.left = 0
+        self.views = self.views_left = 0
 
     def pack(self, tensor: Tensor) -> Tensor | View:
         if tensor.untyped_storage().data_ptr() != self.storage:
             return tensor
-        self.users += 1
+        self.views += 1
         return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def unpack(self, packed: Tensor | View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if self.whole is None:
-            self.whole, self.left = gather(self.part, self.comm, AXIS, SEQUENCE), self.users
+            self.whole, self.views_left = gather(self.part, self.comm, AXIS, SEQUENCE), self.views
         view = self.whole.as_strided(*packed)
-        self.left -= 1
-        if not self.left:
+        self.views_left -= 1
+        if not self.views_left:
             self.whole = None
         return view
 

@@ -37,7 +37,7 @@ def contiguous_positions(length: int, size: int, rank: int) -> Tensor:
     if length % size:
         raise UserError(
             f"context = {size} cuts a sequence into {size} equal chunks, and {length} tokens cannot be "
-            f"cut so: make data.sequence_length a multiple of {size}"
+            f"divided by {size}: make data.sequence_length a multiple of {size}"
         )
     return torch.arange(length).view(size, -1)[rank]
 
@@ -63,8 +63,8 @@ def ulysses_attention(
         return whole_attention(query, key, value, documents, window, softcap)
     if query.shape[1] % size:
         raise UserError(
-            f"Ulysses deals out heads over context = {size}, and {query.shape[1]} heads cannot be dealt out "
-            f"evenly: choose a context that divides the heads, or ring attention"
+            f"Ulysses splits the heads evenly over context = {size}, and {query.shape[1]} heads cannot be "
+            f"divided by {size}: choose a context that divides the heads, or ring attention"
         )
     repeats = size // math.gcd(size, key.shape[1])
     parts = [query, _repeat(key, repeats), _repeat(value, repeats)]

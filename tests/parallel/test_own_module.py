@@ -321,7 +321,7 @@ TOO_LARGE = "one weight alone takes more than this machine's memory"
         (own("Broken"), {}, ["could not be built", "TypeError", "own_modules.py, line", "meta"]),
         (own("TooLarge"), {}, [TOO_LARGE, "own_modules.py, line", "in parts"]),
         (own("Countless"), {}, [TOO_LARGE, "own_modules.py, line", "in parts"]),
-        (own("number"), {}, ["gave int", "torch.nn.Module"]),
+        (own("number"), {}, ["returned int", "torch.nn.Module"]),
         (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
         (own("Pair"), {}, ["Pair.forward returned tuple", "the loss", "count_items(inputs, targets)"]),
         (own("Unfilled"), {}, ["the buffer average has no values", "requires_grad=False", "initial_value"]),
@@ -332,9 +332,9 @@ TOO_LARGE = "one weight alone takes more than this machine's memory"
         ),
         (own("Leaving"), {}, ["own_modules.py, line", "sys.exit(3) would end the run"]),
         (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
-        (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
+        (own("CountsEach"), {}, ["CountsEach.count_items returned a tensor of shape (1,)", "one number"]),
         (own("CountsAlone"), {}, ["CountsAlone.count_items", "(inputs, targets)"]),
-        (own("CountsNothingSound"), {}, ["CountsNothingSound.count_items gave nan"]),
+        (own("CountsNothingSound"), {}, ["CountsNothingSound.count_items returned nan"]),
         (own("Whole"), {}, ["the parameter order is of torch.int64", "make it a buffer"]),
         (own("Stateful"), {}, ["get_extra_state gives what no checkpoint holds"]),
         (own("Averaged"), {"data": 2}, ["norm is BatchNorm1d", "nn.LayerNorm"]),
@@ -387,7 +387,9 @@ def test_all_that_is_wrong_with_a_module_is_said_at_once(corpus: str) -> None:
 
 def test_too_few_logits_are_refused_in_words(corpus: str) -> None:
     training = start(ALONE, tables_of(corpus, own("OneAnswer"), {}))
-    with pytest.raises(UserError, match=r"OneAnswer.forward gave logits of 1 position of a longer sequence"):
+    with pytest.raises(
+        UserError, match=r"OneAnswer.forward returned logits of 1 position of a longer sequence"
+    ):
         training.parallel.logits(torch.tensor([[5, 7, 11]]))
 
 
