@@ -7,13 +7,15 @@
     python benchmarks/asynchronous.py throughput [--rounds 8]
     python benchmarks/asynchronous.py hogwild [--steps 20] [--seeds 3]
 
-staleness: the held-out loss after as many updates for each bound, and the staleness that was seen; with
---portions 1 each gradient is an update by itself, so that four workers make one another's gradients old.
-uneven: one of four workers takes four times as long (uneven_model.py); time to a held-out loss that lockstep
-reaches. local: two hosts of two workers with a cable between them (slow_link.py): groups that meet every 50
-steps against DDP, from a third of a run that was trained in lockstep on. hogwild: a sparse model
-(examples/ngrams.py) by one process, and by two without a lock and with one. throughput: what a server of 50 M
-parameters takes from and gives to four workers that compute nothing, against gloo's sends.
+- `staleness`: the held-out loss after the same number of updates for each bound, and the measured staleness.
+  With --portions 1 each gradient is one update, so that the gradients of four workers become stale.
+- `uneven`: one of four workers takes four times as long (uneven_model.py). Measures the time to a held-out
+  loss that lockstep reaches.
+- `local`: two hosts of two workers, with a slow link between them (slow_link.py). Groups that exchange
+  weights every 50 steps, against DDP; the first third of both runs is trained in lockstep.
+- `throughput`: how fast a server of 50 M parameters exchanges gradients and weights with four workers that
+  compute nothing, against gloo's sends.
+- `hogwild`: a sparse model (examples/ngrams.py) with one process, and with two, without and with a lock.
 """
 
 from __future__ import annotations

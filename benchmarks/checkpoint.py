@@ -1,15 +1,16 @@
-"""What a checkpoint costs: the stall of a save in the background, and the time of one that is waited for.
+"""Cost of a checkpoint: how long training stops for a save in the background, and for one in the foreground.
 
     python benchmarks/checkpoint.py [--gigabytes 1.2] [--workers 1] [--repeats 3] [--folder DIR]
 
-prints one JSON object. Baselines, measured in the same run: for the stall, a plain copy of as many bytes from
-host memory to host memory (`copy_` of one tensor to another, both touched before); for the save, `dd
-if=/dev/zero … conv=fsync` of as many bytes to the same disk. The state looks like a model's with AdamW:
-matrices of 16 MB in sets of three, and small vectors between them. With several workers each holds its share,
-as under ZeRO; all copy and write at once, and so do the baselines.
+prints one JSON object. Baselines, measured in the same run: for the save in the background, a copy of the
+same number of bytes within host memory (`copy_` of one tensor to another, both touched before); for the save
+in the foreground, `dd if=/dev/zero … conv=fsync` of the same number of bytes to the same disk. The state is
+like that of a model with AdamW: matrices of 16 MB in sets of three, and small vectors between them. With
+several workers each holds its share, as in ZeRO; all copy and write at the same time, and so do the
+baselines.
 
-The first save allocates the buffers and is not counted. Each repeat measures all four, one after the other;
-the medians of their times and of the ratios are printed.
+The first save allocates the buffers and is not counted. Each repeat measures all four in turn; the medians of
+the times and of the ratios are printed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""How fast codecs are, against what the memory allows for the bytes that they must touch.
+"""Speed of the codecs, relative to the memory bandwidth.
 
     python benchmarks/codec_speed.py [--numbers 268435456] [--feedback]
 
 To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers.
-"bound" is the time that takes at the bandwidth of a plain copy on this device, measured in the same run.
-"plain" is the same work by the same formulas in torch's own operations, one after the other: on a GPU the
-code that a CPU runs. With --feedback, encoding also leaves in the numbers what is not sent, as a run with
-error feedback does.
+"bound" is the time for this at the bandwidth of a plain copy on this device, measured in the same run.
+"plain" is the same arithmetic in separate torch operations: on a GPU, the code that a CPU runs. With
+--feedback, encoding also computes the residual in place, as a run with error feedback does.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What compression does to training: the held-out loss of four workers on the bundled text, codec by codec,
-seed by seed.
+"""Effect of compression on training: the held-out loss of four workers on the bundled text, for each codec
+and seed.
 
     python benchmarks/convergence.py [--steps 4000] [--seeds 3] [--at-once 1] [--runs "none;int8"]
                                      [--plot docs/convergence.svg]
 
-Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. AdamW
-unless "1bit-adam": there momenta are compressed, not gradients; "lost": without error feedback. Printed are
-the final losses and how far their mean is above that of uncompressed runs.
+Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. The
+optimizer is AdamW, or 1-bit Adam for runs named "1bit-adam", which compresses momenta instead of gradients.
+Runs named "lost" have no error feedback. Prints the final losses, and how far their mean is above that of
+uncompressed runs.
 """
 
 from __future__ import annotations

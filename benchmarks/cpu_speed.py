@@ -3,9 +3,9 @@
     python benchmarks/cpu_speed.py [--workers 2] [--steps 40] [--rounds 3]
 
 `shardwise train` is timed as a user runs it: data, metrics and progress included, from the fifth step to the
-last. The baselines are the shortest loops one would write around DistributedDataParallel and `fully_shard`
-for the same model, batch and data, with fused AdamW and clipping. The two alternate, so that a slow spell of
-the machine hits both.
+last. The baselines are minimal loops around DistributedDataParallel and `fully_shard` for the same model,
+batch and data, with fused AdamW and clipping. Both are run in turn, so that a slow period of the machine
+affects both.
 """
 
 from __future__ import annotations

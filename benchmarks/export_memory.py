@@ -1,12 +1,12 @@
-"""Host memory that an export and an import of a 1 GB model need at their peak, each in a process of its own.
+"""Peak host memory of an export and an import of a 1 GB model, each in a separate process.
 
     python benchmarks/export_memory.py
 
-prints one JSON object: for each way the peak resident memory of the process, that peak as a share of the
-model's bytes, and seconds. `export` and `import` are the commands as a user runs them. `whole` is the usual
-way, for comparison: read every tensor, then write one file with the safetensors library. `nothing` is a
-process that only imports torch. The peak is the kernel's (VmHWM), which counts pages of mapped files too.
-Needs Linux, and three times the model on disk.
+prints one JSON object: for each of the following the peak resident memory of the process, this peak as a
+share of the model's bytes, and the seconds. `export` and `import` are the commands as a user runs them.
+`whole` is the usual way, for comparison: read every tensor, then write one file with the safetensors library.
+`nothing` is a process that only imports torch. The peak is the kernel's (VmHWM), which counts pages of mapped
+files too. Needs Linux, and three times the model on disk.
 """
 
 from __future__ import annotations

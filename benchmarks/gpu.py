@@ -7,8 +7,7 @@ at micro-batch 1 with bfloat16 states. Both at sequence 8192, bfloat16, no recom
 included. `experts`: six layers of qwen3-30b-a3b, 4 sequences of 4,096. `gpt2`: 32 of 1,024. `long`: `1b` on
 one sequence of 131,072, recomputed. The baseline is transformers' LlamaForCausalLM of the same shape under
 bfloat16 autocast with fused AdamW and clipping, one sequence at a time (four at once run out of 139 GiB).
-torchtitan 0.2.2 reached 54,906 tokens/s and 74.2 GiB (1b), 10,498 tokens/s (8b) and 58,162 (experts) in
-bfloat16 on the same kind of GPU.
+gpu_peer.py measures torchtitan on the same jobs.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_peer.py [1b] [8b] [--float8] [--steps 20]
 
-Needs torchtitan and, for float8, torchao: `pip install torchtitan==0.2.2 torchao`. What its trainer does on
-one device, without its files and logs: its Llama, compiled block by block, its loss, compiled, under bfloat16
-autocast (`8b`: all in bfloat16), clipping and fused AdamW. With `--float8`, torchao's tensorwise recipe in
-all linear layers but the head, as torchtitan's documentation has it. Jobs are those of `gpu.py`, its tokens
-one batch again and again.
+Needs torchtitan and, for float8, torchao: `pip install torchtitan==0.2.2 torchao`. The steps are those of its
+trainer on one device, without files and logs: its Llama, compiled block by block, its compiled loss, bfloat16
+autocast (`8b`: everything in bfloat16), clipping and fused AdamW. With `--float8`, all linear layers except
+the head use torchao's tensorwise recipe, as torchtitan's documentation recommends. The jobs are those of
+`gpu.py`, on one batch of tokens that is repeated.
 """
 
 from __future__ import annotations

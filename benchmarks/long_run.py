@@ -1,11 +1,11 @@
-"""Report and resume of a run with a million steps: processor seconds, and the most memory the process had.
+"""Processor seconds and peak memory of a report and of a resume, for a run with a million steps.
 
     python benchmarks/long_run.py [steps]
 
-The run folder is made up: steps with four spans and four collectives, a save and an evaluation every thousand
-steps, a fault and its recovery every hundred thousand. A resume is what the main rank does with the records
-before its first step: it cuts off the last 500 steps. Reading one step and importing the program takes some
-of both, and is measured beside them.
+The run folder is generated: steps with four spans and four collectives, a save and an evaluation every
+thousand steps, a fault and its recovery every hundred thousand. A resume is what the main rank does with the
+records before its first step: it cuts off the last 500 steps. A report of a single step, which mostly imports
+the program, is measured for comparison.
 """
 
 from __future__ import annotations

@@ -3,18 +3,18 @@ shardwise/plan/memory.py.
 
     python benchmarks/memory.py [--workers 4]
 
-prints one JSON object. The measurement knows nothing of the formula, nor of the wrappers that shard: it notes
-the storage of every tensor that torch makes from before the model is built, and adds up the bytes of those
-still alive
+prints one JSON object. The measurement uses neither the formula nor the modules that shard. From before the
+model is built, it records the storage of every tensor that torch creates, and adds up the bytes of those that
+are alive
 
-- `held`: as the last micro-batch of a step begins, when weights, gradients and optimizer state are there and
-  no activations are: what the formula is about;
-- `fullest`: at the worst moment inside that micro-batch, which adds the units gathered just then, buffers of
-  communication, gradients on their way, copies of weights in the computing dtype that backward will need, and
-  the activations of one sequence of 16 tokens, which are few.
+- `held`: at the beginning of the last micro-batch of a step, when there are weights, gradients and optimizer
+  state, but no activations. This is what the formula predicts;
+- `fullest`: at the worst moment inside that micro-batch. This adds gathered units, buffers of communication,
+  gradients that are being reduced, copies of weights in the compute dtype for backward, and the few
+  activations of one sequence of 16 tokens.
 
-Beside them stands the ZeRO paper's own formula, which keeps gradients in 16 bits where shardwise sums them in
-float32.
+The formula of the ZeRO paper, with gradients in 16 bits, is printed for comparison; shardwise sums gradients
+in float32.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every axis with several workers on one GPU: which layouts compute what one CPU process computes, and how
-far they are off.
+"""Proofs of every axis with several workers on one GPU: whether a layout computes what one CPU process
+computes, and the error.
 
     python benchmarks/one_gpu.py table.md            all rows, a few sets of workers at a time
     python benchmarks/one_gpu.py table.md --only zbv
@@ -7,10 +7,10 @@ far they are off.
 Each row is a proof (`shardwise verify ... --device cuda`) in float64 unless it says otherwise: three steps of
 one process on the CPU, and the same on workers that share the GPU, whose transfers go through host memory
 (shardwise/mesh/host_memory_group.py). `delays`: each transfer begins after a random time of up to 5
-milliseconds, so that a missing wait shows. The seconds are those of the proof, whatever else the machine
-does; they say nothing about the layout's speed on GPUs of its own.
+milliseconds, so that a missing wait shows. The seconds are those of the proof on a machine that may do other
+work; they say nothing about the speed of the layout with one GPU for each worker.
 
-The table is written anew after every row.
+The table is written again after every row.
 """
 
 from __future__ import annotations

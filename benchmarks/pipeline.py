@@ -1,30 +1,30 @@
-"""How long pipeline ranks really wait, beside what the list of actions says, and what stage 0 keeps in
-memory.
+"""How long pipeline ranks wait, compared with the prediction from the list of actions; and what stage 0 keeps
+in memory.
 
     python benchmarks/pipeline.py [--quick] [--only waits|compute|memory] [--wait 0.04]
 
-prints three tables. All run shardwise's own `Pipelined` on local processes. The idle share is 1 - busy /
-(ranks x makespan), of the times at which every rank began and ended each action; the prediction is `simulate`
-of shardwise/plan/timeline.py for the same list. Steps are measured one by one and the median is shown.
+prints three tables. All run shardwise's `Pipelined` on local processes. The idle share is 1 - busy / (ranks x
+makespan), from the times at which each rank began and ended each action. The prediction is `simulate` of
+shardwise/plan/timeline.py for the same list. Each step is measured, and the median is shown.
 
-`waits`: 4 ranks. A forward, the input half and the weight half of a backward are each a wait of 40 ms in the
-place of computation, so 4 processes need no 4 cores, and messages are small beside it. The halves are hung
-into the autograd graph where those gradients are computed, and counted: each must run once for every
-micro-batch. Stage 0, whose input wants no gradient, computes its whole backward where the list says W; the
-prediction is given those costs. `even` is the prediction for equal costs on all stages, which is what a plan
-shows. Where other work holds the cores, a message waits for its turn: wait longer.
+`waits`: 4 ranks. A forward and the input and weight halves of a backward are each a wait of 40 ms instead of
+computation. So 4 processes do not need 4 cores, and messages are short in comparison. The waits of the halves
+are in the autograd graph where those gradients are computed, and are counted: each must run once for every
+micro-batch. The input of stage 0 needs no gradient, so stage 0 computes its whole backward in the action W;
+the prediction uses these costs. `even` is the prediction for equal costs on all stages, which a plan shows.
+If other programs use the cores, messages are delayed: set a longer --wait.
 
-`compute`: 2 ranks of one thread train a transformer. The prediction takes the median time of each kind of
-action on each stage. `to replay` is the difference to the same list played with the time that each single
-action took in that step: on a machine that others use too, single actions are slow, and whoever waits for
-them waits longer than the medians say.
+`compute`: 2 ranks of one thread train a transformer. The prediction uses the median time of each kind of
+action on each stage. `to replay` is the difference from a simulation with the measured time of every single
+action of that step: on a shared machine some actions are slow, and ranks wait for them longer than the
+medians predict.
 
-`memory`: 4 ranks train a transformer with 8 and with 32 micro-batches. Counted are the storages alive on rank
-0 (stage 0) at the fullest moment of a step, less those that were there before it (weights, gradients, buffers
-to receive into, which torch makes for every micro-batch and keeps): activations. 1F1B keeps as many as there
-are ranks, GPipe as many as there are micro-batches. Beside them lie the step's tokens, and the output of
-every micro-batch, which torch's runtime holds until it awaits all sends at the end of the step: `tokens and
-output of one` micro-batch.
+`memory`: 4 ranks train a transformer with 8 and with 32 micro-batches. Counts the storages that are alive on
+rank 0 (stage 0) at the fullest moment of a step, without those that existed before it (weights, gradients and
+receive buffers, which torch creates for every micro-batch and keeps). These are activations: 1F1B keeps as
+many as there are ranks, GPipe as many as there are micro-batches. The count also has the step's tokens and
+the output of every micro-batch, which torch's runtime keeps until it waits for all sends at the end of the
+step: `tokens and output of one` micro-batch.
 """
 
 from __future__ import annotations

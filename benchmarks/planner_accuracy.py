@@ -1,18 +1,18 @@
-"""The planner held against measured runs: `python benchmarks/planner_accuracy.py FILE…` prints JSON.
+"""Errors of the planner on measured runs: `python benchmarks/planner_accuracy.py FILE…` prints JSON.
 
     python benchmarks/planner_accuracy.py runs.csv sweep.csv [--rows rows.csv] [--only WORDS]
 
 This command fits nothing. Every device and cluster has the constants of shardwise/cost/clusters.py, every
-program those of planner_programs.py; none belongs to a model or a row. They were chosen with published runs
-in view, so errors on those are not a forecast of errors elsewhere: benchmarks/RESULTS.md says which.
-`constant` is the baseline that knows the answers: the one TFLOP/s per device that fits the group's own rows
-best; `skill` is the share of its error that the planner takes away.
+program those of planner_programs.py; none belongs to a model or a row. Some published runs were used to
+choose these constants, so the errors on those runs do not say how large errors on others are:
+benchmarks/RESULTS.md says which runs they are. `constant` is a baseline that is fitted to the answers: the
+one number of TFLOP/s per device that fits the rows of a group best. `skill` is the share of its error that
+the planner avoids.
 
-What is printed: for each file the rows, those modelled, and why others are not; for each group and set of
-groups the error of the step time; memory against what was measured; `conservation`, whether FLOP/s follow
-from tokens/s by each source's own count, and parameter counts from shapes; for sweeps, what is lost by
-running the planner's first choice, or the best of its first five, instead of the best layout that anybody
-measured.
+Prints for each file the number of rows, how many are modelled, and why others are not; for each group and set
+of groups the error of the step time; predicted and measured memory; `conservation`: whether FLOP/s follow
+from tokens/s by the source's own count, and parameter counts from shapes; and for sweeps, how much slower the
+planner's first choice, or the best of its first five, is than the best measured layout.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Measured training runs as cases for the planner: what was run, on what, by which program, and what was
 measured.
 
-Three kinds of CSV file are read, told apart by their columns: published runs of many programs, a sweep of
-layouts on one cluster (nanotron), and a table of short GPT runs on one machine (vTrain); the latter two are
-published runs in other words. A row becomes a `Case`, or a reason why the planner cannot model it; no row is
-dropped in silence. What a row leaves out and the planner needs is filled in by one rule for all rows of a
-program, and the rule is named in `Case.assumed`. How cells are read is in planner_cells.py, what models are
-called in planner_models.py, and what was published of a run in planner_published.py.
+Three kinds of CSV files are read, and recognised by their columns: published runs of many programs, a sweep
+of layouts on one cluster (nanotron), and a table of short GPT runs on one machine (vTrain). The rows of the
+latter two are converted to those of the first. A row becomes a `Case`, or a reason why the planner cannot
+model it; no row is dropped silently. A missing value that the planner needs is filled in by one rule for all
+rows of a program, and `Case.assumed` names the rule. planner_cells.py reads cells, planner_models.py the
+names of models, and planner_published.py the published figures.
 """
 
 from __future__ import annotations

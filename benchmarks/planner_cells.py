@@ -1,10 +1,8 @@
-"""Cells of tables of measured runs: rows from a file as somebody wrote it, and what the words and numbers in
-a row mean.
+"""Read the rows of tables of measured runs, and the words and numbers in their cells.
 
-A cell is understood, or it is empty, or the row is refused with a reason (`NotModelled`): nothing is guessed
-from half of a cell. A number is digits, with thousands commas in threes if any (`4,096`), and nothing else:
-`8k`, `12910 ms` and `12,91` could each be meant in more than one way. Words are those of the programs and
-papers that such tables come from.
+A cell is understood, or it is empty, or the row is refused with a reason (`NotModelled`). Nothing is guessed
+from a part of a cell. A number has only digits, with or without thousands commas (`4,096`): `8k`, `12910 ms`
+and `12,91` are ambiguous. Words are those of the programs and papers from which such tables come.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@ probe`.
 
     python benchmarks/planner_cpu.py [--workers 2] [--steps 10] [--rounds 3]
 
-Each layout is trained as a user would (`shardwise train`), its prediction is read from plan.json, and the
-median of later steps is what was measured; of several rounds, the median. Printed: predicted and measured
-seconds of each, the largest error, and whether the predicted order is the measured one.
+Each layout is trained by `shardwise train`, and its prediction is read from plan.json. The measured time is
+the median of later steps, and over several rounds the median of these. Prints the predicted and measured
+seconds of each layout, the largest error, and whether the predicted order is the measured one.
 
-Cores that are shared with other machines change their speed from minute to minute. So one product is timed on
-all workers at once before and after the probe and every run (its pace), and beside the seconds measured stand
-those that the run would have taken at the pace the probe saw.
+Cores that are shared with other machines change their speed from minute to minute. So a matrix product is
+timed on all workers at once, before and after the probe and every run (the pace). The table also has the
+seconds that a run would have taken at the pace of the probe.
 """
 
 from __future__ import annotations

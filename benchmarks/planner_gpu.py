@@ -4,10 +4,10 @@ jobs.
     python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--kernels]
                                      [--only 1b-2048-none,1b-2048-none-float8,…]
 
-Two sizes (llama3-1b untied, llama3-3b), two sequence lengths, two recompute modes; bfloat16, two
-micro-batches a step. Others run by name: a fourth part of it is the precision. The cluster is the preset of
-the device found, or the file that `shardwise probe` wrote. `--kernels` adds the time of one step's kernels by
-kind.
+The eight jobs have two sizes (llama3-1b untied, llama3-3b), two sequence lengths and two modes of
+recomputation, in bfloat16, with two micro-batches per step. `--only` runs jobs by name; the optional fourth
+part of a name is the precision. The cluster is the preset of this machine's device, or the file that
+`shardwise probe` wrote. `--kernels` adds the time of one step's kernels by kind.
 """
 
 from __future__ import annotations

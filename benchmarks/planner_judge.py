@@ -1,4 +1,4 @@
-"""What the planner says of measured runs: each case with its program's facts, on its cluster, predicted."""
+"""Predict each measured run, on its cluster and with the properties of its program."""
 
 from __future__ import annotations
 

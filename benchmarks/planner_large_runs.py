@@ -1,12 +1,12 @@
-"""Eight published large runs: how they were laid out, how the planner would, and what it predicts for both.
+"""Eight large published runs: their layouts, those that the planner chooses, and the predictions for both.
 
     python benchmarks/planner_large_runs.py [WORDS…]
 
 prints the table of docs/planner.md; with words, only the runs whose name has one of them. Both predictions
-are of shardwise's own program on the run's devices, so they differ from what was published where that program
-did: full recomputation, attention that was not fused yet, gradients in two bytes. What the publication leaves
-open (micro-batch, recomputation, sharding) is left to the planner. MFU is by our convention
-(shardwise/plan/flops.py); a published figure is as printed.
+are for shardwise on the run's devices, so they differ from the published figures where the original program
+differed: full recomputation, attention that was not fused, gradients in two bytes. The planner chooses what
+the publication leaves open (micro-batch, recomputation, sharding). Our MFU follows our convention
+(shardwise/plan/flops.py); published figures are quoted unchanged.
 """
 
 from __future__ import annotations

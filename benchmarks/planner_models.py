@@ -1,8 +1,8 @@
-"""Models of measured runs: a shape from a row's own figures, and where it leaves some out, from the model's
-name.
+"""Shapes of the models of measured runs: from the figures of a row, and what is missing there from the
+model's name.
 
-Shapes by name are those of the model's own publication or configuration file. A row's own figures go before
-them: truncated models are often called by their whole one's name.
+Shapes by name are those of the model's publication or configuration file. The figures of a row take
+precedence, because truncated models often have the name of the whole model.
 """
 
 from __future__ import annotations

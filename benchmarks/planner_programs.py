@@ -1,9 +1,9 @@
-"""What other people's training programs do, as far as the planner's model of a step depends on it.
+"""Properties of other training programs on which the planner's model of a step depends.
 
-What kernels are fused, what overlaps, which gradients are kept in how many bytes: that is read from the
-programs and their documentation. How much the host does for a block (`kernels`) and what elementwise kernels
-move (`elementwise`) nobody publishes; those two were set so that each program's own published runs come out
-right on average, one number for all models and layouts.
+Which kernels are fused, what overlaps, and how many bytes gradients have, is taken from the programs and
+their documentation. The work of the host for a block (`kernels`) and the bytes that elementwise kernels move
+(`elementwise`) are not published. These two numbers are the same for all models and layouts of a program, and
+were chosen so that the predictions for its published runs are right on average.
 """
 
 from __future__ import annotations

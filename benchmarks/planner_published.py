@@ -1,8 +1,8 @@
-"""What a source printed of a measured run: FLOP/s by its own way of counting, memory by its own way of
-measuring, and the step time that follows from them.
+"""Published figures of a measured run: FLOP/s and memory by the source's own convention, and the step time
+that follows from them.
 
-Ways of counting are told in words, and words may be negated: "recompute excluded" counts none. A clause, up
-to the next comma, is negated as a whole.
+Sources describe their conventions in words, and words may be negated: "recompute excluded" does not count
+recomputation. A negation holds for a whole clause, up to the next comma.
 """
 
 from __future__ import annotations

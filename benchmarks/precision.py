@@ -1,4 +1,4 @@
-"""What float8 does to training: the held-out loss on the bundled text, in bfloat16 and in float8, seed by
+"""Effect of float8 on training: the held-out loss on the bundled text in bfloat16 and in float8, for each
 seed, on one GPU.
 
     python benchmarks/precision.py [--steps 2000] [--seeds 3] [--at-once 3] [--json FILE]

@@ -1,4 +1,4 @@
-"""Shards of random tokens: data of any vocabulary and length, made in a moment."""
+"""Generate shards of random tokens, as data of any vocabulary and length."""
 
 from __future__ import annotations
 

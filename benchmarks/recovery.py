@@ -1,12 +1,12 @@
-"""How long a run stands still after one of its workers is killed, against a cold start of the same job.
+"""Time that a run loses after one of its workers is killed, against a cold start of the same job.
 
     python benchmarks/recovery.py [--workers 4] [--kills 5]
 
 A real `shardwise train` on CPU workers; a worker is killed with SIGKILL at a moment chosen by a seed, and the
-clock runs from the kill to the end of the next step that had not been done before the kill. The parts are
-those of the run's own `recovery` event. Three ways: every process started anew (the survivors are killed
-too), survivors kept and the state read from storage, and survivors kept with copies in a neighbour's
-memory.
+time is measured from the kill to the end of the next step that was not done before. The parts of this time
+come from the run's `recovery` event. There are three cases: all processes are started again (the survivors
+are killed too); survivors are kept, and the state is read from storage; survivors are kept, with copies in a
+neighbour's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ring attention costs beside the fused causal kernel on a whole sequence: time of its kernels, and
+"""Cost of ring attention relative to the fused causal kernel on a whole sequence: time of the kernels, and
 memory.
 
     python benchmarks/ring.py --one-device 4 [--length 32768 --heads 32 --kv-heads 8 --head-dim 128]
@@ -8,13 +8,13 @@ memory.
 
 print one JSON object each. `--one-device C` runs the blocks of all ranks of a ring of C one after another on
 one device, without communication, and compares with `scaled_dot_product_attention(is_causal=True)` in our
-order of kernels; both do the same FLOPs. It first checks both against float32. `kernels` is the time in the
+order of kernels; both do the same FLOPs. Both are first checked against float32. `kernels` is the time in the
 blocks' kernels, `all` adds merging and summing in float32.
 
-`--memory C` runs C workers and one worker with the tokens of one of them, and compares their fullest moments
-over forward and backward: of attention by itself (whose few tensors stand beside the ring's buffers), and in
-a stack of transformer layers, where the buffers exist for one layer at a time. On CPU it adds up the storages
-that live; with a GPU for each worker it asks CUDA.
+`--memory C` runs C workers and one worker with the tokens of one of them, and compares the peak memory of
+forward and backward: of attention alone, where the ring's buffers are a large part, and in a stack of
+transformer layers, where the buffers exist for one layer at a time. On CPUs the storages that are alive are
+added up; with a GPU for each worker the peak is that of CUDA's allocator.
 
 `--check` tries every kernel that this device has on small blocks, with and without documents, against
 float64.

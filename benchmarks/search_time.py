@@ -1,10 +1,10 @@
-"""Processor seconds to search all layouts of a job, beside those of the prediction alone and of plain
-arithmetic on as many rows.
+"""Processor seconds to search all layouts of a job, to predict them only, and of plain arithmetic on the same
+number of rows.
 
     python benchmarks/search_time.py [repeats]
 
-The baseline is numpy's own `exp` of one number for each candidate, a hundred times: where the ratio to it has
-changed, it is the search that has, and not the machine.
+The baseline is NumPy's `exp` of one number for each candidate, a hundred times. If the ratio to it changes,
+the search has changed, not the machine.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ planner's prediction.
 
 Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each, with
 its own half of the cores: real training of 50 M parameters over it. "alone" are two workers that train at the
-same time and never talk: what a step takes without communication on this machine. The link is measured by
-`shardwise probe` over the two, and the planner predicts each run from what it wrote.
+same time without communication: the time of a step without sums. `shardwise probe` measures the link between
+the two, and the planner predicts each run from this.
 
-Where other guests of the same machine took much of its cores meanwhile ("stolen", as Linux tells), a
-measurement is repeated, and the quietest counts.
+If other virtual machines used much of the cores during a measurement (Linux reports this as "stolen" time),
+the measurement is repeated, and the one with the least stolen time counts.
 
-With --overlap, DDP and ZeRO-2 without a codec: each step against the longer of what its bytes take on the
-wire and what the slower worker computed in it, as the traces tell (copies of sharding among it), and against
-"alone".
+With --overlap, DDP and ZeRO-2 run without a codec. Each step is compared with the longer of two times: that
+of its bytes on the link, and that of the slower worker's computing in the traces (which includes the copies
+of sharding). It is also compared with "alone".
 
 Needs root, `ip` and `tc` of iproute2, and `taskset` of util-linux.
 """

@@ -1,21 +1,20 @@
-"""What a start takes: until there are workers, and until weights have their first values.
+"""Time of a start: until workers are ready, until weights have their first values, and until the first step.
 
     python benchmarks/start.py [repeats]
     python benchmarks/start.py draw [millions of numbers]
     python benchmarks/start.py first [path of another checkout] [setting=value …]
 
-The first: processor seconds from `shardwise train` to its first worker being ready, beside those of `import
-torch` in the same minute. A worker is forked from a server that has imported what workers need, so it is
-ready about as soon as the server is. What counts is therefore the time of the host (the command) and of the
-server, read when a worker opens its log, before it builds.
+The first command: processor seconds from `shardwise train` until its first worker is ready, and those of
+`import torch` in the same minute. A worker is forked from a server that has imported what workers need, so it
+is ready about as soon as the server is. So the time is that of the host (the command) and of the server, read
+when a worker opens its log, before it builds the model.
 
-The second: seconds to draw so many float32 weights (a thousand millions) on this machine's device, a GPU if
-it has one, beside filling the same memory with one number, which nothing that writes it can be quicker than;
-and beside drawing them on the CPU with torch's generator, each parameter whole, as shardwise did before
-weights were drawn where they are.
+The second: seconds to draw this number of float32 weights (by default 1,000 million) on this machine's
+device, a GPU if it has one. There are two baselines: filling the same memory with one number, which is the
+fastest possible write; and drawing whole parameters on the CPU with torch's generator, as shardwise once did.
 
-The third: seconds from `shardwise train` to the end of its first step, of llama3-8b with bfloat16 states on
-one device, nothing compiled before; with a path, of the shardwise there.
+The third: seconds from `shardwise train` to the end of its first step, for llama3-8b with bfloat16 states on
+one device, with empty caches of the compiler; with a path, for the shardwise in that checkout.
 """
 
 from __future__ import annotations

@@ -1,24 +1,23 @@
-"""What lies on each device of a tensor-parallel group during a step: every tensor, with the module that made
-it.
+"""Tensors on each device of a tensor-parallel group during a step, with the module that created each.
 
     python benchmarks/tensor_memory.py [--quick] [--tensor 4]
 
-prints one JSON object. Workers train a small transformer, split over `tensor`, and one trains it whole. A
-record is kept of every tensor that torch makes in forward and backward: its size, and the module at work, in
-backward too. Modules fall into two regions: attention, feed-forward, embedding and head, which see the whole
-sequence and split something else (heads, features, vocabulary), and the rest, norms and residuals, where the
-sequence is split (Korthikanti et al. 2022).
+prints one JSON object. Workers train a small transformer, split over `tensor`, and one worker trains it
+unsplit. For every tensor that torch creates in forward and backward, the size and the module that runs are
+recorded. There are two kinds of modules. Attention, feed-forward, embedding and head process the whole
+sequence, and are split over heads, features or vocabulary. In the others, norms and residuals (the sequence
+region), the sequence is split (Korthikanti et al. 2022).
 
-- `made_in_sequence_region`: the largest tensor made there. No more than batch x sequence / tensor x hidden
-  values is right;
-- `alive_in_sequence_region`: tensors of at least batch x sequence x hidden values, made in this step by other
-  modules, that are alive while a module of that region works: what attention and feed-forward keep for their
-  backward;
+- `made_in_sequence_region`: the largest tensor that was created there. It must not have more than batch x
+  sequence / tensor x hidden values;
+- `alive_in_sequence_region`: tensors of at least batch x sequence x hidden values that other modules created
+  in this step, and that are alive while a module of the sequence region runs: what attention and feed-forward
+  keep for backward;
 - `logits`: the largest tensor with a vocabulary, or a device's part of one, in its last dim. Whole logits
   have batch x sequence rows and all of the vocabulary. The budget of a chunk (plan/chunks.py) is scaled down
   with the model;
-- `fullest`: bytes alive at the worst moment beyond those from before the step: activations, with gradients
-  already there.
+- `fullest`: bytes that are alive at the worst moment, without those from before the step (weights and
+  gradients): the activations.
 """
 
 from __future__ import annotations

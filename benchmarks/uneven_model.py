@@ -1,8 +1,8 @@
-"""The transformer of examples/own_model.py on a device that is only imagined: each row takes its time, and
-one worker takes more.
+"""The transformer of examples/own_model.py on a simulated device: each row takes a fixed time, and one
+worker takes longer.
 
-The time is slept, so that four workers on two cores do not slow each other down. Who is slow stands in a
-file, whose name is in UNEVEN_SLOW: its process id, and how many times as long it takes.
+Workers sleep for this time, so that four workers on two cores do not slow each other down. The environment
+variable UNEVEN_SLOW names a file with the process id of the slow worker and its factor.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Model(Section):
     )
     window: Length | None = Field(
         None,
-        description="tokens that a token attends to at most, itself included (Mistral); left out: all tokens "
-        "before it",
+        description="maximum number of tokens that a token attends to, itself included (Mistral); left out: "
+        "all tokens before it",
     )
     window_layers: Literal["all", "even"] = Field(
         "all",

@@ -102,6 +102,8 @@ def _default(field: FieldInfo) -> str:
     value: object = field.default
     if value is None or value == ():
         return "unset"
+    if isinstance(value, tuple):
+        value = list(value)  # as TOML writes it
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
@@ -128,7 +130,13 @@ def _names_of_all(annotations: Iterable[object]) -> list[str]:
     return list(chain.from_iterable(names))
 
 
-_TYPES: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
+_TYPES: dict[object, str] = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    TextSource: "tables `[[data.sources]]`",
+}
 
 
 def _range(field: FieldInfo) -> str:

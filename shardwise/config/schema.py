@@ -49,7 +49,7 @@ class Data(Section):
     source: str | None = Field(
         None,
         description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; in records "
-        "with `messages`, or with `prompt` and `completion`, only the answers are learnt "
+        "with `messages`, or with `prompt` and `completion`, only the answers have a loss "
         "(docs/fine-tuning.md)",
     )
     sources: tuple[TextSource, ...] = Field(
@@ -188,7 +188,7 @@ class Checkpoint(Section):
     every_minutes: float = Field(
         15.0,
         ge=0,
-        description="minutes between saves where `every` is 0; 0: only at the end and when asked to stop",
+        description="minutes between saves if `every` is 0; 0: only at the end and when asked to stop",
     )
     keep: Positive = Field(2, description="number of newest checkpoints that are kept")
     keep_every: NonNegative = Field(
@@ -196,8 +196,8 @@ class Checkpoint(Section):
     )
     max_failed_saves: NonNegative = Field(
         10,
-        description="failed saves in a row (a full disk, say) after which the run stops and says why; 0: it "
-        "never stops for them",
+        description="failed saves in a row (for example on a full disk) after which the run stops and says "
+        "why; 0: the run never stops for them",
     )
     background: bool = Field(
         True,
@@ -211,7 +211,8 @@ class Checkpoint(Section):
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
-        description="`auto`: the newest in the run folder, if any; `never`; or the path of a checkpoint",
+        description="`auto`: continue from the newest in the run folder, if any; `never`: start from step "
+        "0; or the path of a checkpoint to start from",
     )
 
     @model_validator(mode="before")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class HogwildSettings(Section):
     """Updates of shared weights without a lock (`train.driver = "hogwild"`), on the CPUs of one host."""
 
-    locked: bool = Field(False, description="one update at a time: to see what the lock would cost")
+    locked: bool = Field(False, description="make one update at a time, to measure what a lock costs")
 
 
 def hogwild_settings(config: Config) -> HogwildSettings:

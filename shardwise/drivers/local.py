@@ -47,16 +47,16 @@ class LocalSettings(Section):
     learning_rate: float = Field(
         0.7,
         gt=0,
-        description="learning rate of the outer step, on the mean of what groups moved by; 1: the mean "
-        "itself",
+        description="learning rate of the outer optimizer, whose gradient is the mean change of all groups; "
+        "1 with `momentum = 0`: the groups are averaged",
     )
-    momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimizer")
     fragments: Positive = Field(
         1, description="parts of the model that are exchanged in turn, evenly over `sync_every` steps"
     )
-    overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
+    overlap: NonNegative = Field(0, description="steps that groups make during an exchange")
     compression: Literal["bfloat16", "float16", "float8", "int8", "int4"] | None = Field(
-        None, description="how differences are sent; left out: as they are"
+        None, description="codec of the changes that groups exchange; left out: no compression"
     )
 
 

@@ -17,24 +17,24 @@ TABLE = "server"
 
 
 class ServerSettings(Section):
-    """A parameter server (`train.driver = "server"`): --workers are one device each, and as many servers come
-    on top."""
+    """A parameter server (`train.driver = "server"`): each of the --workers computes on one device, and the
+    processes of `servers` are started in addition."""
 
     servers: Degree = Field(1, description="processes that share the weights and the optimizer's state")
     portions: Positive | None = Field(
         None,
-        description="pieces of the global batch, each computed by one worker; left out: as many as there are "
-        "workers",
+        description="parts of the global batch, each computed by one worker; left out: one for each worker",
     )
     max_staleness: NonNegative | Literal["unbounded"] = Field(
         0,
-        description="updates that the weights may have had between a worker's reading them and the use of "
-        "its gradient; 0: each update waits for the whole batch, as in a synchronous run",
+        description="largest staleness: the number of updates that the weights have had since the worker of "
+        "a gradient read them; 0: each update waits for the whole batch, as in a synchronous run; "
+        "`unbounded`: no limit",
     )
     prediction: bool = Field(
         True,
-        description="where gradients are stale, hand out weights as they will be when the gradient comes, by "
-        "AdamW's momentum",
+        description="if gradients may be stale, hand out the weights that the optimizer's momentum "
+        "predicts for the time when the gradient arrives",
     )
     damping: bool = Field(
         False,
@@ -42,14 +42,14 @@ class ServerSettings(Section):
     )
     backups: bool = Field(
         False,
-        description="a worker that would have to wait computes a portion that another has not brought yet, "
-        "and the first counts",
+        description="a worker that would have to wait computes a portion that another worker has not "
+        "finished; the first result counts",
     )
 
     compression: str | None = Field(
         None,
-        description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; "
-        "what a worker leaves out it adds to its next one",
+        description="codec of the gradients that are sent to the servers: one of layout.compression, but not "
+        "`powersgd`; a worker adds what it left out to its next gradient",
     )
 
     @field_validator("compression")

@@ -34,7 +34,8 @@ class Lion(Optimizer):
 
     name: Literal["lion"] = Field("lion", description="Lion (Chen et al. 2023)")
     betas: tuple[float, float] = Field(
-        (0.9, 0.99), description="decay rates of the momentum whose sign is taken, and of the one kept"
+        (0.9, 0.99),
+        description="decay rates of the momentum whose sign is the step, and of the saved momentum",
     )
 
     _check_betas = field_validator("betas")(check_betas)

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,13 @@ def test_every_example_trains_or_is_planned(workplace: Path, warm: Server, examp
 
 def test_the_reference_matches_the_definitions() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == markdown(), "run `make reference`"
+
+
+def test_the_reference_shows_defaults_as_a_job_file_has_them() -> None:
+    defaults = re.findall(r"^\| `\w+` \| [^|]+ \| `([^|]+)` \|", markdown(), re.MULTILINE)
+    assert '"runs/default"' in defaults
+    for default in {*defaults} - {"unset", "required"}:
+        tomllib.loads(f"key = {default}")
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
