@@ -71,7 +71,7 @@ class BackwardTensors(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> BackwardTensors:
         """Return all tensors but lse in this dtype."""
-        return BackwardTensors(*(tensor.to(dtype) for tensor in self[:5]), lse=self.lse)
+        return BackwardTensors._make([*(tensor.to(dtype) for tensor in self[:5]), self.lse])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 RUN_BY = {
     # Commands are run as a user types them.
     "__main__": "cli/test_train_command.py",
+    "cli.arguments": "cli/test_words.py",
+    "cli.columns": "cli/test_verify_command.py",
     "cli.config": "cli/test_bad_jobs.py",
     "cli.data": "cli/test_words.py",
     "cli.generate": "train/test_inference.py",
@@ -47,7 +49,6 @@ RUN_BY = {
     # Several ranks train a job, and their result is compared with one device.
     "comm.async_sum": "parallel/test_compression.py",
     "comm.deferred_sums": "parallel/test_overlap.py",
-    "comm.gradient_compression": "parallel/test_compression.py",
     "comm.low_rank": "parallel/test_compression.py",
     "models.kernels": "models/test_linear_cross_entropy.py",
     "optim.pieces": "optim/test_adamw.py",
