@@ -359,8 +359,9 @@ def _two_copies(
     sharded, split = engine.zero > 0, engine.splits_backward
     only_shards = sharded & (space.zero == 3) & ~split
     whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | split
+    width = stack.gradient_bytes
     return {
         "weights": np.where(only_shards, 0.0, stack.weight_bytes * held.whole) + stored * held.shard,
-        "gradients": stack.gradient_bytes * np.where(sharded & ~whole, held.shard, held.whole),
+        "gradients": np.where(sharded & ~whole, width * held.shard, width * held.whole),
         "optimizer": len(work.optimizer.slots) * stored * held.shard,
     }

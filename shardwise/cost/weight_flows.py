@@ -158,7 +158,7 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
     if len(where):
         sizes = (rank.block, *(compressed.block for compressed in _measures(rank)[:1]))
-        unit = Units(blocks, *(blocks * size for size in sizes), cast=blocks * rank.cast.block)
+        unit = replace(Units(blocks, *(blocks * size for size in sizes)), cast=blocks * rank.cast.block)
         yield _gather(SHARDS, "once", 1.0, unit, rank.shards, _Weights.of(rank))
 
 
