@@ -1,2 +1,4 @@
-"""The model of a training step: seconds, bytes of memory and bytes on the wire of every candidate layout at
-once. No torch."""
+"""The cost model: predicts the seconds, memory and traffic of a training step, for all candidates at once.
+
+Importing this package does not import torch.
+"""

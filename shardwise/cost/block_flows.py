@@ -1,4 +1,4 @@
-"""Flows of activations and their gradients: in the blocks, between stages, and at the ends of the model."""
+"""Flows of activations and their gradients: in blocks, between stages, and in the embedding and the head."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from shardwise.plan.chunks import chunk_tokens, largest_part
 
 
 def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Yield the gather of a sequence before each pair of matrices and the sum after it, swapped in backward.
+    """Yield the collectives of the tensor axis.
 
-    Backward may gather both inputs again, by the program's choice or by recomputation. Recomputation also
-    repeats the sum after attention, but not the block's last sum, whose result is not needed. In a block with
-    experts, selective recomputation begins after the gathers, and a balancing loss comes after the last sum.
-    Without sequence parallelism there is one all-reduce in place of a gather and a sum.
+    Forward gathers the sequence before each pair of matrices and reduce-scatters after it; backward does the
+    reverse. Backward may also gather both inputs again, by the program's choice or by recomputation.
+    Recomputation repeats the sum after attention, but not the block's last sum, whose result is not needed.
+    In a block with experts, selective recomputation begins after the gathers, and a balancing loss comes
+    after the last sum. Without sequence parallelism, one all-reduce replaces a gather and a sum.
     """
     model, stack, several = rank.work.model, rank.stack, rank.space.tensor > 1
     pairs = 1 + (model.shared_experts > 0 if model.experts else 1)
     passes, m = rank.passes * pairs * several, rank.space.accumulation * several
     selective = 0.0 if model.experts else stack.selective_repeats
     repeated = (rank.full + selective * rank.by_operator) * rank.recomputed * several
-    attached = (
-        bool(model.experts) and bool(model.shared_experts) and bool(model.balance_loss or model.router_z_loss)
-    )
+    has_router_loss = bool(model.balance_loss or model.router_z_loss)
+    attached = bool(model.experts and model.shared_experts) and has_router_loss
     sums = repeated * (pairs if stack.recompute_all or not stack.sequence_parallel else 1 + attached)
     if not stack.sequence_parallel:
         yield calls("all_reduce", "tensor", "forward", passes, rank.activations)
@@ -46,8 +46,11 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Yield the sums of the loss over tensor devices, chunk by chunk: the largest logit of each token, then
-    the sum of exponentials and the target's logit."""
+    """Yield the all-reduces of the loss over tensor devices.
+
+    For each chunk these are the largest logit of each token, then its sum of exponentials and its target's
+    logit.
+    """
     space, several = rank.space, (rank.space.tensor > 1) & rank.head
     tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
     narrow = rank.work.float8 is not None and rank.work.float8.head
@@ -61,8 +64,8 @@ def loss_flows(rank: FirstRank) -> Iterator[Flow]:
 def context_flows(rank: FirstRank) -> Iterator[Flow]:
     """Yield the messages of attention over context devices.
 
-    A ring sends keys and values around once in each pass, and in backward their gradients too. Recomputation
-    by operators keeps its result. Ulysses exchanges sequences for heads, and the results back.
+    A ring sends keys and values around once in each pass, and in backward their gradients too; recomputation
+    by operators keeps the ring's result. Ulysses exchanges sequences for heads, and the results back.
     """
     space, model, several = rank.space, rank.work.model, rank.space.context > 1
     ring, ulysses = several & (space.ring == 1), several & (space.ring == 0)
@@ -86,7 +89,8 @@ def context_flows(rank: FirstRank) -> Iterator[Flow]:
 def expert_flows(rank: FirstRank) -> Iterator[Flow]:
     """Yield the all-to-alls of experts: the numbers of rows, the rows to the experts, and the results back.
 
-    Backward has the same without the numbers. A balancing loss adds sums over sequences on several devices.
+    Backward has the same without the numbers. A balancing loss adds all-reduces where several devices share a
+    sequence.
     """
     space, model = rank.space, rank.work.model
     if not model.experts:

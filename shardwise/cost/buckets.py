@@ -1,9 +1,9 @@
 """Bytes of gradients that DistributedDataParallel sums at once, for a link whose speed is known.
 
-Every sum costs a latency, so buckets are large enough that this is a small share of their time. The last
-bucket is full only when backward has ended and nothing hides its sum, so there are several buckets. If the
-two conflict, because latency is high and the model small, the number of buckets decides. Without a known
-link, torch's default sizes are used.
+Every all-reduce costs a latency, so buckets are large enough that latency is a small share of their time. The
+last bucket is full only when backward has ended, and then nothing hides its sum; so there are several
+buckets. If the two goals conflict, because latency is high and the model small, the number of buckets
+decides. Without a known link, torch's default sizes are used.
 
 A compressed sum waits for its peers twice and sends few bytes, so it has as few buckets as possible.
 """
@@ -26,7 +26,7 @@ SMALLEST = 2**20
 
 
 def bucket_bytes(cluster: Cluster, devices: int, gradients: float, compressed: bool = False) -> int:
-    """Return the bytes of a bucket, for this many bytes of gradients summed over `devices` of the cluster."""
+    """Return the bytes of a bucket, if `gradients` bytes are summed over this many devices of the cluster."""
     if compressed:
         return int(max(SMALLEST, gradients / LEAST_BUCKETS))
     inside = gcd(min(devices, cluster.devices_per_node), devices)

@@ -1,21 +1,21 @@
-"""A cluster as the planner sees it: what a device computes, what its memory moves, and what a link carries.
+"""A cluster as the planner sees it: the speed of its devices, of their memory and of the links between them.
 
-Devices sit in nodes. A group of devices that talk to each other lies inside one node, or spans several;
-inside, its members use the links of the node (NVLink, shared memory), between nodes each device has its own
-share of the network. Every figure is a number a data sheet or `shardwise probe` gives, here in FLOP/s,
-bytes/s and seconds; a file (cost/cluster_file.py) has them in the units people say.
+Devices sit in nodes. Inside a node, devices communicate over the node's links (NVLink, shared memory);
+between nodes, each device has its own share of the network. All figures come from a data sheet or from
+`shardwise probe`. Here they are in FLOP/s, bytes/s and seconds; a cluster file (cost/cluster_file.py) has
+TFLOP/s, GB/s and microseconds.
 
 A product of matrices (M x K) by (K x N) takes
 
     2 M N K / (peak x matmul) x (1 + knee (1/M + 1/N + 1/K))
 
 `matmul` is the share of the peak that large products reach in a running training step (power limits
-included), `knee` the length at which a short side costs as much as the work itself. Flash attention has a
-share and a knee of its own, over the sequence.
+included). `knee` is the length at which a short side costs as much as the work itself. Flash attention has a
+share and a knee of its own, over the sequence length.
 
-What collectives cost is in `cost/collectives.py`. Where a link was measured, `measured` holds for each kind
-of collective and number of devices (inside) or nodes (between) the latency and the bandwidth found, and these
-go before the link's own figures.
+`cost/collectives.py` has the cost of collectives. If a link was measured, `measured` holds a latency and a
+bandwidth for each kind of collective and each number of devices (inside) or nodes (between). They are used
+in place of the link's own figures.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Device:
     """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both.
     Cores that wait for a network between nodes can compute in any case (cost/price.py)."""
     watts: float | None = None
+    """Rated power."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Measured:
     members: int
     latency: float
     bandwidth: float
-    """Bus bandwidth of one device in bytes/s, with which a ring's formula gives the measured time."""
+    """Bus bandwidth of one device in bytes/s: the formula of a ring gives the measured time with it."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,17 @@ class Cluster:
     inside: Link
     between: Link
     shared: bool = False
-    """Whether the workers of a node share one device's figures, as CPU workers share cores and memory."""
+    """Whether the device's figures are those of a whole node, whose workers share them, as CPU workers share
+    cores and memory."""
     host_memory: float = 1024 * GIB
-    """Bytes of a node's own memory, which its devices share where states are offloaded. Where nothing is
-    known: a server's."""
+    """Bytes of a node's own memory, which its devices share if states are offloaded. The default is that of a
+    usual server."""
     host_memory_bandwidth: float = 300e9
     """Bytes/s that this memory moves, for all devices of the node together."""
     price: float | None = None
     """Price of one device for an hour, in any currency."""
     corrections: Mapping[str, float] = field(default_factory=dict)
-    """Factors on predicted terms, folded in from earlier runs by `shardwise report --calibrate`."""
+    """Factors on predicted terms, which `shardwise report --calibrate` learns from runs."""
 
     @property
     def devices(self) -> int:
@@ -115,10 +117,10 @@ class Cluster:
 
     @property
     def device_type(self) -> str:
-        """Torch's name of the type of device: "cuda" or "cpu"."""
+        """Type of the device in torch: "cuda" or "cpu"."""
         return "cpu" if self.shared else "cuda"
 
     def of(self, devices: int) -> Cluster:
-        """Return the same kind of cluster with this many devices: whole nodes, or a part of one."""
+        """Return this cluster with another number of devices: whole nodes, or a part of one."""
         per_node = min(self.devices_per_node, devices)
         return replace(self, nodes=-(-devices // per_node), devices_per_node=per_node)

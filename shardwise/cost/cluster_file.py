@@ -1,8 +1,8 @@
-"""Cluster files: a `Cluster` as TOML, in the units people say (TFLOP/s, GB/s, GiB, microseconds).
+"""Cluster files: a `Cluster` as TOML, in common units (TFLOP/s, GB/s, GiB, microseconds).
 
-A file describes a cluster whole, or names a preset and gives what is different. The tables below say what a
-file may hold; pydantic checks all of it, and every problem is reported at once with what to give instead, as
-for jobs. Figures are written with six digits: more than anything here is known to.
+A file describes a whole cluster, or names a preset and gives only what differs from it. The tables below
+define what a file may contain. Pydantic checks it, and all problems are reported at once, each with what to
+give instead. Figures are written with six digits, which is more than they are accurate to.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _or(advice: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-# Every key may be left out, for the preset's: what a file without a preset needs is asked for by `_missing`.
+# Every key may be left out if there is a preset. `_missing` reports the keys that a file without one lacks.
 _Text = Annotated[str | None, _or("give a text")]
 _Flag = Annotated[bool | None, _or("give true or false")]
 _Count = Annotated[int | None, Field(ge=1, le=_MOST), _or("give a whole number from 1")]
@@ -134,7 +134,7 @@ _NEEDED = {
 
 
 def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
-    """Return the cluster that a file describes, or raise all its problems as one error."""
+    """Return the cluster that a file describes. Raises one error with all problems of the file."""
     source = f"cluster.file = '{path}'"
     try:
         raw = parse_toml(read_bytes(path), source)
@@ -145,14 +145,14 @@ def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
         table = ClusterTable.model_validate(raw)
     except ValidationError as error:
         explained = [_explain(detail) for detail in error.errors()]
-        raise ConfigError(f"cluster.file = '{path}'", list(dict.fromkeys([*explained, *problems]))) from None
+        raise ConfigError(source, list(dict.fromkeys([*explained, *problems]))) from None
     if problems:
-        raise ConfigError(f"cluster.file = '{path}'", problems)
+        raise ConfigError(source, problems)
     return _cluster(table, presets.get(table.preset or ""), path.stem)
 
 
 def _missing(raw: Json, presets: Mapping[str, Cluster]) -> Iterator[str]:
-    """Yield an unknown preset, or the keys that a file without a preset lacks."""
+    """Yield the problems of the preset: that it is unknown, or which keys a file without one lacks."""
     preset = raw.get("preset")
     if preset is not None:
         if not isinstance(preset, str) or preset not in presets:
@@ -179,7 +179,7 @@ _ROW_ADVICE = f"each row has kind (of {', '.join(KINDS)}), members, latency_us a
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """Return one of pydantic's errors in words: the key, the given value, and what to give."""
+    """Return an error of pydantic in words: the key, the given value, and what to give."""
     path = [part for part in detail["loc"] if isinstance(part, str) and part != "[key]"]
     key, problem = ".".join(path), detail["type"]
     if "measured" in path and len(detail["loc"]) > 2 and problem != "advice":
@@ -188,13 +188,11 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key} = {shown(detail['input'])}: {detail['msg']}"
     if problem == "extra_forbidden":
         tables: dict[str, type[Section]] = {"device": DeviceTable, "inside": LinkTable, "between": LinkTable}
-        known = tables[path[0]] if len(path) > 1 else ClusterTable
-        return f"{key}: unknown; known are {', '.join(known.model_fields)}"
+        table = tables[path[0]] if len(path) > 1 else ClusterTable
+        return f"{key}: unknown; known are {', '.join(table.model_fields)}"
     if "[key]" in detail["loc"]:
-        return (
-            f"{key}: unknown; known are "
-            f"{', '.join(TERMS if path[0] == 'corrections' else get_args(PeakPrecision))}"
-        )
+        known = TERMS if path[0] == "corrections" else get_args(PeakPrecision)
+        return f"{key}: unknown; known are {', '.join(known)}"
     return f"{key}: {_KEY_ADVICE.get(key, f'give a table, [{key}]')}"
 
 
@@ -202,11 +200,8 @@ def _cluster(table: ClusterTable, base: Cluster | None, name: str) -> Cluster:
     """Return the cluster of a file: the preset with the file's values, or the file's values alone."""
     figures = _in_si(table.device)
     if "peak" in figures:
-        old = base.device.peak if base else {}
-        figures["peak"] = {
-            **old,
-            **{precision: _TFLOP * value for precision, value in figures["peak"].items()},
-        }
+        given_peaks = {precision: _TFLOP * value for precision, value in figures["peak"].items()}
+        figures["peak"] = {**(base.device.peak if base else {}), **given_peaks}
     device = replace(base.device, **figures) if base else Device(**{"name": name, **figures})
     inside = _link(table.inside, base.inside if base else None)
     between = _link(table.between, base.between if base else replace(inside, measured=()))
@@ -220,22 +215,19 @@ def _cluster(table: ClusterTable, base: Cluster | None, name: str) -> Cluster:
 
 def _link(table: LinkTable, base: Link | None) -> Link:
     figures = _in_si(table)
-    rows = tuple(Measured(**_in_si(row)) for row in table.measured or ())
-    figures = (
-        {**figures, "measured": rows}
-        if rows
-        else {key: value for key, value in figures.items() if key != "measured"}
-    )
+    figures.pop("measured", None)
+    if table.measured:
+        figures["measured"] = tuple(Measured(**_in_si(row)) for row in table.measured)
     return replace(base, **figures) if base is not None else Link(**figures)
 
 
 def _in_si(table: Section, exclude: set[str] | None = None) -> dict[str, Any]:
     """Return the fields that a table gives, in FLOP/s, bytes/s, bytes and seconds."""
     given = table.model_dump(exclude_unset=True, exclude=exclude)
-    units = {key: _UNITS.get(key, (key, None)) for key in given}
-    return {
-        name: given[key] if factor is None else given[key] * factor for key, (name, factor) in units.items()
-    }
+    for key in given.keys() & _UNITS.keys():
+        name, factor = _UNITS[key]
+        given[name] = given.pop(key) * factor
+    return given
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -263,7 +255,7 @@ def write_cluster(cluster: Cluster) -> str:
 
 
 def write_corrections(cluster: Cluster) -> str:
-    """Return the text of the table of factors, which `report --calibrate` puts into a file."""
+    """Return the [corrections] table of a file, which `shardwise report --calibrate` writes."""
     factors = {term: _six_digits(factor) for term, factor in cluster.corrections.items()}
     return tomli_w.dumps({"corrections": factors}) if factors else ""
 
@@ -275,7 +267,7 @@ def _link_table(link: Link) -> Json:
 
 
 def _in_file_units(value: Device | Link | Measured, table: type[Section]) -> Json:
-    """Return the fields of a value under a table's keys, without unknown ones."""
+    """Return the fields of a value under the keys of a table, without those that are None."""
     entries: Json = {}
     for key in table.model_fields:
         name, factor = _UNITS.get(key, (key, 1.0))

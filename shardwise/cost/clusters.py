@@ -1,12 +1,12 @@
 """Devices and clusters by name.
 
-Memory, bandwidth and power are the makers' figures, and so are the peaks (cost/device_peaks.py). What devices
-reach in a running training step is measured or published: large matrix products (the "maximum achievable
-matmul FLOPS" tables of the ML engineering handbook), flash attention's own papers, links by nccl-tests. There
-is one set of constants for each device and each cluster, none for a model.
+Memory, bandwidth, power and peaks (cost/device_peaks.py) are the makers' figures. What devices reach in a
+running training step is measured or published: matrix products in the "maximum achievable matmul FLOPS"
+tables of the ML engineering handbook, attention in the papers on flash attention, links by nccl-tests. Each
+device and each cluster has one set of constants, which does not depend on the model.
 
-A name followed by x and a number asks for so many devices: `h100x64` is eight nodes of eight. A cloud's name
-picks its network: `h100-gcp-a3x64`.
+A name followed by x and a number gives the number of devices: `h100x64` is eight nodes of eight. The name of
+a cloud selects its network: `h100-gcp-a3x64`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ _T, _G, _US = 1e12, 1e9, 1e-6
 
 
 def _device(peaks: str, name: str, gib: float, gb_s: float, watts: float, **figures: float) -> Device:
-    """Return a device: the peaks of this row of cost/device_peaks.py, its memory, bandwidth and rated power;
-    `figures` are those that differ from the defaults of `Device`."""
+    """Return a device, with the peaks of this row of cost/device_peaks.py. `figures` are those that differ
+    from the defaults of `Device`."""
     return Device(name, gib * GIB, PEAKS[peaks].flops, gb_s * _G, watts=watts, **figures)
 
 
 def _attends(native: float, portable: float, knee: float = 400.0) -> dict[str, float]:
-    """Attention by kernels written for an architecture, and by those written for the one before it."""
+    """Return the figures of attention: for kernels written for this architecture, and for older ones."""
     return {"attention": native, "attention_portable": portable, "attention_knee": knee}
 
 
 _VOLTA, _AMPERE, _CDNA3 = _attends(0.3, 0.3), _attends(0.42, 0.42, 310), _attends(0.25, 0.25)
 _HOPPER = _attends(0.56, 0.21, 450)
 _BLACKWELL, _BLACKWELL_ULTRA = _attends(0.38, 0.15), _attends(0.5, 0.15)
-"""Blackwell doubled the products and not the exponentials between them, which Blackwell Ultra then did."""
+"""Blackwell doubled the speed of products, but not that of the exponentials between them; Blackwell Ultra
+doubled that too."""
 
 DEVICES: dict[str, Device] = {
     "v100": _device(
@@ -63,8 +64,7 @@ DEVICES: dict[str, Device] = {
         "h200", "H200-SXM5-141GB", 139.8, 4800, 700, matmul=0.735, matmul_float8=0.76,
         stream=0.8, **_HOPPER
     ),
-    # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8
-    # bits.
+    # Power limits Blackwell's products to 1.1 to 1.3 TFLOP/s per watt in bfloat16, and twice that in 8 bits.
     "b200": _device(
         "b200", "B200-180GB", 178.0, 7700, 1000, matmul=0.5, matmul_float8=0.5,
         **_BLACKWELL
@@ -95,12 +95,12 @@ DEVICES["a100-80"] = replace(
 
 
 def _nvlink(gb_s: float) -> Link:
-    """What one device reaches on its node's NVLink, of the maker's figure in one direction."""
+    """Return the NVLink of one device, which reaches 0.8 of the maker's figure for one direction."""
     return Link(0.8 * gb_s * _G, 2.5 * _US)
 
 
 def _network(gbit_s: float, latency_us: float = 12.0) -> Link:
-    """A device's share of the network, at nine tenths of the line's rate."""
+    """Return one device's share of the network, which reaches 0.9 of the line's rate."""
     return Link(0.9 * gbit_s / 8 * _G, latency_us * _US)
 
 
@@ -110,8 +110,10 @@ _HF_REDUCE_SCATTER = {2: 181.6, 4: 115.8, 8: 68.6, 16: 54.5, 32: 27.9, 64: 11.1}
 
 
 def _hf_rows() -> tuple[Measured, ...]:
-    """Bus bandwidth of whole nodes of eight, by nodes, as the Ultra-Scale Playbook measured it; a device has
-    an eighth."""
+    """Return the bus bandwidths that the Ultra-Scale Playbook measured on whole nodes, by number of nodes.
+
+    Each of a node's eight devices has an eighth.
+    """
     tables = {
         "all_reduce": _HF_ALL_REDUCE,
         "all_gather": _HF_ALL_GATHER,
@@ -124,65 +126,65 @@ def _hf_rows() -> tuple[Measured, ...]:
     )
 
 
-CLUSTERS: dict[str, Cluster] = {
-    "v100": Cluster("v100", DEVICES["v100"], 8, 1, _nvlink(150), _network(100 / 8 * 4)),
-    "dgx2": Cluster("dgx2", DEVICES["v100"], 16, 1, _nvlink(150), _network(100)),
-    "a100-40": Cluster("a100-40", DEVICES["a100-40"], 8, 1, _nvlink(300), _network(200)),
-    "a100-80": Cluster("a100-80", DEVICES["a100-80"], 8, 1, _nvlink(300), _network(200)),
-    "h100": Cluster("h100", DEVICES["h100"], 8, 1, _nvlink(450), _network(400)),
-    "h100-96": Cluster("h100-96", DEVICES["h100-96"], 8, 1, _nvlink(450), _network(400)),
-    "h200": Cluster("h200", DEVICES["h200"], 8, 1, _nvlink(450), _network(400)),
-    "b200": Cluster("b200", DEVICES["b200"], 8, 1, _nvlink(900), _network(400)),
-    "b300": Cluster("b300", DEVICES["b300"], 8, 1, _nvlink(900), _network(800)),
-    "gb200": Cluster("gb200", DEVICES["gb200"], 64, 1, _nvlink(900), _network(400)),
-    "gb300": Cluster("gb300", DEVICES["gb300"], 64, 1, _nvlink(900), _network(800)),
-    "mi300x": Cluster("mi300x", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)),
-    "cpu": Cluster("cpu", DEVICES["cpu"], 4, 1, Link(2 * _G, 50 * _US), _network(10, 60), shared=True),
-    # The clouds' networks, per device.
-    "a100-aws-p4d": Cluster("a100-aws-p4d", DEVICES["a100-40"], 8, 1, _nvlink(300), _network(50, 25)),
-    "a100-aws-p4de": Cluster("a100-aws-p4de", DEVICES["a100-80"], 8, 1, _nvlink(300), _network(50, 25)),
-    "a100-azure-nd": Cluster("a100-azure-nd", DEVICES["a100-80"], 8, 1, _nvlink(300), _network(200)),
-    "a100-gcp-a2": Cluster("a100-gcp-a2", DEVICES["a100-40"], 8, 1, _nvlink(300), _network(12.5, 30)),
-    "h100-aws-p5": Cluster("h100-aws-p5", DEVICES["h100"], 8, 1, _nvlink(450), _network(400, 25)),
-    "h200-aws-p5en": Cluster("h200-aws-p5en", DEVICES["h200"], 8, 1, _nvlink(450), _network(400, 20)),
-    "h100-azure-nd": Cluster("h100-azure-nd", DEVICES["h100"], 8, 1, _nvlink(450), _network(400)),
-    "h100-gcp-a3": Cluster("h100-gcp-a3", DEVICES["h100"], 8, 1, _nvlink(450), _network(100, 25)),
-    "h100-gcp-a3-mega": Cluster("h100-gcp-a3-mega", DEVICES["h100"], 8, 1, _nvlink(450), _network(200, 25)),
-    "mi300x-azure-nd": Cluster(
-        "mi300x-azure-nd", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)
-    ),
-    # The cluster of the Ultra-Scale Playbook's sweep, whose network was measured.
-    "h100-hf": Cluster(
-        "h100-hf",
-        DEVICES["h100"],
-        8,
+def _preset(
+    name: str, device: str, inside: Link, network: Link, host_gib: float, host_gb_s: float, per_node: int = 8
+) -> Cluster:
+    """Return one node of a preset. `host_gib` and `host_gb_s` are the size of a node's own memory, and its
+    bandwidth: about seven tenths of the data sheet's figure for its channels."""
+    return Cluster(
+        name,
+        DEVICES[device],
+        per_node,
         1,
+        inside,
+        network,
+        shared=device == "cpu",
+        host_memory=host_gib * GIB,
+        host_memory_bandwidth=host_gb_s * _G,
+    )
+
+
+_MI300X_LINK = Link(0.8 * 448 * _G, 4 * _US)
+_PRESETS = (
+    _preset("v100", "v100", _nvlink(150), _network(100 / 8 * 4), 480, 110),
+    _preset("dgx2", "v100", _nvlink(150), _network(100), 1400, 180, per_node=16),
+    _preset("a100-40", "a100-40", _nvlink(300), _network(200), 950, 290),
+    _preset("a100-80", "a100-80", _nvlink(300), _network(200), 1900, 290),
+    _preset("h100", "h100", _nvlink(450), _network(400), 1900, 430),
+    _preset("h100-96", "h100-96", _nvlink(450), _network(400), 1900, 430),
+    _preset("h200", "h200", _nvlink(450), _network(400), 1900, 430),
+    _preset("b200", "b200", _nvlink(900), _network(400), 1900, 500),
+    _preset("b300", "b300", _nvlink(900), _network(800), 1900, 500),
+    _preset("gb200", "gb200", _nvlink(900), _network(400), 14300, 11500, per_node=64),
+    _preset("gb300", "gb300", _nvlink(900), _network(800), 14300, 11500, per_node=64),
+    _preset("mi300x", "mi300x", _MI300X_LINK, _network(400), 2200, 640),
+    _preset("cpu", "cpu", Link(2 * _G, 50 * _US), _network(10, 60), 16, 20, per_node=4),
+    # The clouds' networks, per device.
+    _preset("a100-aws-p4d", "a100-40", _nvlink(300), _network(50, 25), 1100, 250),
+    _preset("a100-aws-p4de", "a100-80", _nvlink(300), _network(50, 25), 1100, 250),
+    _preset("a100-azure-nd", "a100-80", _nvlink(300), _network(200), 1800, 290),
+    _preset("a100-gcp-a2", "a100-40", _nvlink(300), _network(12.5, 30), 630, 200),
+    _preset("h100-aws-p5", "h100", _nvlink(450), _network(400, 25), 1950, 430),
+    _preset("h200-aws-p5en", "h200", _nvlink(450), _network(400, 20), 1950, 430),
+    _preset("h100-azure-nd", "h100", _nvlink(450), _network(400), 1800, 430),
+    _preset("h100-gcp-a3", "h100", _nvlink(450), _network(100, 25), 1740, 430),
+    _preset("h100-gcp-a3-mega", "h100", _nvlink(450), _network(200, 25), 1740, 430),
+    _preset("mi300x-azure-nd", "mi300x", _MI300X_LINK, _network(400), 1800, 430),
+    # The cluster of the Ultra-Scale Playbook's sweep, whose network was measured.
+    _preset(
+        "h100-hf",
+        "h100",
         Link(360 * _G, 2.5 * _US),
         replace(_network(400), measured=_hf_rows()),
+        1900,
+        430,
     ),
-}
-
-_HOSTS: dict[str, tuple[float, float]] = {
-    # GiB of a node's own memory, and GB/s of it: about seven tenths of what its channels do by their data
-    # sheet.
-    "v100": (480, 110), "dgx2": (1400, 180), "a100-40": (950, 290), "a100-80": (1900, 290), "h100": (1900,
-    430),
-    "h100-96": (1900, 430), "h200": (1900, 430), "b200": (1900, 500), "b300": (1900, 500), "gb200": (14300,
-    11500),
-    "gb300": (14300, 11500), "mi300x": (2200, 640), "cpu": (16, 20), "a100-aws-p4d": (1100, 250),
-    "a100-aws-p4de": (1100, 250),
-    "a100-azure-nd": (1800, 290), "a100-gcp-a2": (630, 200), "h100-aws-p5": (1950, 430),
-    "h200-aws-p5en": (1950, 430),
-    "h100-azure-nd": (1800, 430), "h100-gcp-a3": (1740, 430), "h100-gcp-a3-mega": (1740, 430),
-    "mi300x-azure-nd": (1800, 430),
-    "h100-hf": (1900, 430),
-}  # fmt: skip
-for _name, (_gib, _gb_s) in _HOSTS.items():
-    CLUSTERS[_name] = replace(CLUSTERS[_name], host_memory=_gib * GIB, host_memory_bandwidth=_gb_s * _G)
+)
+CLUSTERS: dict[str, Cluster] = {cluster.name: cluster for cluster in _PRESETS}
 
 
 def named(name: str) -> Cluster:
-    """The preset of this name, with as many devices as the name says (`h100x64`), else one node."""
+    """Return the preset of this name: with as many devices as the name says (`h100x64`), else one node."""
     match = re.fullmatch(r"(.+?)(?:x(\d+))?", name.strip().lower())
     base, count = (match.group(1), match.group(2)) if match else (name, None)
     if base not in CLUSTERS:
@@ -197,24 +199,27 @@ def named(name: str) -> Cluster:
         return cluster
     if int(count) < 1:
         raise UserError(f"cluster.preset = {name!r}: give at least one device, as in {base}x8")
-    return replace(_of(cluster, int(count), f"cluster.preset = {name!r}"), name=f"{base}x{int(count)}")
+    resized = _with_devices(cluster, int(count), f"cluster.preset = {name!r}")
+    return replace(resized, name=f"{base}x{int(count)}")
 
 
-def requested_cluster(asked: ClusterSection) -> Cluster | None:
+def requested_cluster(section: ClusterSection) -> Cluster | None:
     """Return the cluster that a job names, with as many devices as it says; None if it names none."""
-    if asked.file is None and asked.preset is None:
+    if section.file is None and section.preset is None:
         return None
-    cluster = read_cluster(Path(asked.file), CLUSTERS) if asked.file else named(str(asked.preset))
-    return _of(cluster, asked.devices, f"cluster.devices = {asked.devices}") if asked.devices else cluster
+    cluster = read_cluster(Path(section.file), CLUSTERS) if section.file else named(str(section.preset))
+    if not section.devices:
+        return cluster
+    return _with_devices(cluster, section.devices, f"cluster.devices = {section.devices}")
 
 
-def _of(cluster: Cluster, devices: int, asked: str) -> Cluster:
-    """So many devices of it, if they are whole nodes or part of one."""
+def _with_devices(cluster: Cluster, devices: int, setting: str) -> Cluster:
+    """Return the cluster with this many devices, if they are whole nodes or part of one."""
     per_node = cluster.devices_per_node
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
         raise UserError(
-            f"{asked}: {devices} devices are not whole nodes of {per_node}; use {below} or "
+            f"{setting}: {devices} devices are not whole nodes of {per_node}; use {below} or "
             f"{below + per_node}, or a cluster.file with another devices_per_node"
         )
     return cluster.of(devices)

@@ -9,13 +9,12 @@ A sum of n numbers over N devices, each of which has N rows of n / N:
 | sums to all             | n / N         | n             | n, the result                         |
 | both factors (PowerSGD) | n             | n, or n / N   | n, to add them to the residual        |
 
-The work is done where the collective is made, before and behind it, so it is part of what the backward pass
-may hide.
+The work is done right before and after the collective, so the backward pass can hide it like the collective.
 
-On a GPU a codec is bounded by memory: to encode n numbers it must read 4 n bytes and write its code, to
-decode them the reverse; `gpu_share` of a codec is the share of a copy's bandwidth that it reaches. On a CPU
-one thread bounds it, and `host_nanoseconds` is its time. Both stand in the codec's file and are measured by
-benchmarks/codec_speed.py.
+On a GPU the memory bandwidth limits a codec: to encode n numbers it must read 4 n bytes and write their code,
+and the reverse to decode them. `gpu_share` of a codec is the share of a copy's bandwidth that it reaches. On
+a CPU one thread limits it, and `host_nanoseconds` is its time. Both figures are in the codec's file;
+benchmarks/codec_speed.py measures them.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import Array, Index, Space, take
 
 BESIDE_BACKWARD = 1.5
-"""How many times as long a CPU's codec takes in a step: its thread shares a core, and the caches, with the
-backward pass. Chosen by steps of nine codecs over 1 Gbit/s (benchmarks/slow_link.py), whose gains were
-predicted 10 to 32 % too large without it."""
+"""How many times as long a codec takes in a step on a CPU, because its thread shares a core and the caches
+with the backward pass. Fitted to steps with nine codecs over 1 Gbit/s (benchmarks/slow_link.py): without this
+factor, the predicted gains were 10 to 32 % too large."""
 
 
 @dataclass(frozen=True)

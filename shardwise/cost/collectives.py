@@ -1,10 +1,10 @@
-"""What a collective costs on a cluster: latency and bandwidth of its group's place (the alpha-beta model of
-Hockney, 1994).
+"""The seconds of a collective on a cluster: a latency, and a time per byte (the alpha-beta model of Hockney,
+1994).
 
-A group of n devices has g members in each node it touches, on q = n / g nodes. Its ring passes through all of
-them; inside a node it runs at the node's links, and between nodes over the network cards of all its g members
-at once, so the slower of the two sets the pace. With S bytes of the full tensor (the ledger's convention) and
-B the bandwidth of one device:
+A group of n devices has g members in each of q = n / g nodes. Its ring passes through all of them: inside a
+node over the node's links, and between nodes over the network cards of all g members at once. The slower of
+the two sets the pace. With S bytes of the full tensor (the ledger's convention) and B the bandwidth of one
+device:
 
 | kind                       | bandwidth term                | latency                             |
 | -------------------------- | ----------------------------- | ----------------------------------- |
@@ -16,17 +16,17 @@ B the bandwidth of one device:
 | broadcast                  | S/B                           | g-1 hops inside, q-1 between        |
 | send                       | S/B                           | one hop                             |
 
-A ring is as quick as its slowest link, and the more nodes it passes through, the more of their traffic meets
-on the switches between them: for every doubling beyond two nodes, `CROWDING` of the time is added. Where rows
-are copied (`copies` of each, to random members), one may go to a node and be copied there: then q (1 - (1 -
-1/q)^copies) nodes get one.
+The more nodes a ring passes through, the more of their traffic meets on the switches between them, so every
+doubling beyond two nodes adds `CROWDING` of the time. In an all-to-all that sends `copies` of each row to
+random members, a program may send one copy to each node and copy it there; then q (1 - (1 - 1/q)^copies)
+nodes get a copy.
 
-An all-reduce has the shorter latency of ring and (pipelined double) tree, as NCCL chooses between them. Where
-a link was measured, latency and bandwidth come from the nearest measured numbers of members, interpolated
-over the logarithm of that number. On a CPU the copies into and out of a message's buffer go through the same
-memory as everything else, and are counted beside (`copies`): they take a core from computing, which waiting
-for a link does not. Between nodes, what was measured on whole nodes bounds every group with as many devices:
-a long ring is slow because it is long, and four short rings beside each other share the network cards.
+An all-reduce has the shorter of the latencies of a ring and of a (pipelined double) tree, as NCCL chooses
+between them. If a link was measured, latency and bandwidth are interpolated over the logarithm of the number
+of members. On a CPU the copies into and out of a message's buffer are counted separately (`copies`): they
+keep a core from computing, while waiting for a link does not. Between nodes, a measurement on whole nodes
+bounds every group with as many devices: a long ring is slow because it is long, and four short rings beside
+each other share the network cards.
 """
 
 from __future__ import annotations
@@ -44,67 +44,70 @@ from shardwise.plan.grid import EXPERT_SHARDS, base, devices
 CROWDING = 0.01
 """Share by which a collective between nodes takes longer for every doubling of their number beyond two."""
 COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
-"""Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it
-again (profiles of FSDP2's and the tensor axis' collectives on CPU workers); an all-reduce and a send are done
-where the tensor lies."""
+"""Bytes read and written to copy each byte of the full tensor into a message and out of it, from profiles of
+the collectives of FSDP2 and of the tensor axis on CPU workers. An all-reduce and a send need no copy."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that talk to each other: how many, and how many of them share a node."""
+    """Devices that communicate with each other."""
 
     size: Array
+    """Number of devices."""
     inside: Array
+    """Number of them that share a node."""
 
     @property
     def nodes(self) -> Array:
-        """Nodes that a group touches."""
+        """Number of nodes with members of the group."""
         return self.size / self.inside
 
 
 def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
-    """The group of an axis, named as in the ledger. Where groups do not divide the nodes evenly some lie
-    across two, and the cost is theirs.
+    """Return the group of an axis, which is named as in the ledger.
+
+    If groups do not divide the nodes evenly, some of them lie across two nodes. The group that is returned is
+    one of those.
     """
     size = devices(axis, space)
-    room = np.maximum(
-        cluster.devices_per_node // _distance(axis, space), 1
-    )  # members that one node has a place for
-    inside = np.where((room >= size) & (room % size == 0), size, np.gcd(room, size))
+    places = np.maximum(cluster.devices_per_node // _distance(axis, space), 1)  # for members in one node
+    inside = np.where((places >= size) & (places % size == 0), size, np.gcd(places, size))
     return Group(size.astype(float), inside.astype(float))
 
 
 def _distance(axis: str, space: Space) -> Ints:
-    """Ranks from one device of an axis to the next, for every candidate. Ranks are laid out with tensor
-    innermost, then context, data, replica, pipeline. Experts borrow the innermost ranks, and those who hold
-    the same experts are as far apart as there are expert devices.
+    """Return the number of ranks from one device of an axis to the next, for every candidate.
+
+    Ranks are laid out with tensor innermost, then context, data, replica, pipeline. Experts borrow the
+    innermost ranks, so devices with the same experts are as far apart as there are expert devices.
     """
     name, _, half = base(axis).split(" x ")[-1].partition(".")
     if name in ("expert", EXPERT_SHARDS):
         return space.expert if name == EXPERT_SHARDS else np.ones_like(space.expert)
-    apart = np.ones(len(space), dtype=np.int64)
+    distance = np.ones(len(space), dtype=np.int64)
     for inner in RANK_AXES[RANK_AXES.index(name) + 1 :]:
-        apart = apart * getattr(space, inner)
-    return apart * borrowed_devices(space)[name] if half == "outer" else apart
+        distance = distance * getattr(space, inner)
+    return distance * borrowed_devices(space)[name] if half == "outer" else distance
 
 
 def wire_factor(kind: str, members: Array) -> Array:
-    """How often a ring puts the full tensor on each device's wire; a send and a broadcast once, nothing goes
-    to nobody."""
+    """Return the bytes that a device sends in a ring, for each byte of the full tensor; 0 for one member."""
     if kind in ("broadcast", "send"):
         return np.minimum(members - 1, 1.0)
     return (2 if kind == "all_reduce" else 1) * (members - 1) / members
 
 
 def on_links(kind: str, group: Group, copies: int = 1) -> dict[str, Array]:
-    """Bytes that a device puts on its node's links ("inside") and on its network card ("between"), for each
-    byte of the full tensor. A ring over several nodes leaves each through the cards of all its members there;
-    of neighbours that only send, the busiest has the other in another node. Of `copies` of a row that go to
-    as many devices of an all-to-all, one goes to each node that they are in, and is dealt out there.
+    """Return the bytes that a device sends for each byte of the full tensor, by link.
+
+    The links are those of its node ("inside") and its network card ("between"). A ring over several nodes
+    leaves each node through the cards of all its members there. For a send, the result is that of the
+    busiest device, whose neighbour is in another node. In an all-to-all, each node gets at most one of the
+    `copies` of a row, and copies it for its other devices.
     """
     n, g, q = group.size, group.inside, group.nodes
     if kind == "all_to_all":
-        visited = q * (1 - (1 - 1 / q) ** copies) / copies  # nodes for each copy; 1 where none is made there
+        visited = q * (1 - (1 - 1 / q) ** copies) / copies  # nodes per copy; 1 for a single copy
         return {"inside": (g - 1) / (g if copies > 1 else n), "between": (n - g) / n * visited}
     if kind == "send":
         return {"inside": np.where((n > 1) & (q == 1), 1.0, 0.0), "between": np.where(q > 1, 1.0, 0.0)}
@@ -113,15 +116,17 @@ def on_links(kind: str, group: Group, copies: int = 1) -> dict[str, Array]:
 
 
 def busy_links(kind: str, group: Group, cluster: Cluster, beta: Array, copies: int = 1) -> dict[str, Array]:
-    """Seconds that each byte of the full tensor keeps these links busy: never more than the collective takes
-    for it (beta), where one was measured to be quicker than its link's own figure."""
+    """Return the seconds that each byte of the full tensor keeps each link busy.
+
+    That is at most `beta`, the seconds of the collective itself: a measured collective may be quicker than
+    the link's own figure says.
+    """
     sent = on_links(kind, group, copies)
-    return {link: np.minimum(each / getattr(cluster, link).bandwidth, beta) for link, each in sent.items()}
+    return {link: np.minimum(share / getattr(cluster, link).bandwidth, beta) for link, share in sent.items()}
 
 
 def rates(kind: str, group: Group, cluster: Cluster, copies: int = 1) -> tuple[Array, Array]:
-    """Seconds of a call (alpha) and of each byte of its full tensor (beta); none where the group has one
-    member."""
+    """Return the seconds of a call (alpha) and of each byte of its full tensor (beta); 0 for one member."""
     n, g, q = group.size, group.inside, group.nodes
     inside = np.where(g > 1, _bandwidth(kind, g, cluster.inside), np.inf)
     between = cluster.between.bandwidth / (1 + CROWDING * np.log2(np.maximum(q / 2, 1)))
@@ -134,12 +139,11 @@ def rates(kind: str, group: Group, cluster: Cluster, copies: int = 1) -> tuple[A
         whole = cluster.devices_per_node * _bandwidth(kind, n / cluster.devices_per_node, cluster.between)
         ring = np.minimum(g * between, whole) if cluster.between.measured else g * between
         per_byte = wire_factor(kind, n) / np.where(q > 1, np.minimum(inside, ring), inside)
-    several = n > 1
-    return np.where(several, _latency(kind, group, cluster), 0.0), np.where(several, per_byte, 0.0)
+    return np.where(n > 1, _latency(kind, group, cluster), 0.0), np.where(n > 1, per_byte, 0.0)
 
 
 def copies(kind: str, group: Group, cluster: Cluster) -> Array:
-    """Seconds of each byte of the full tensor that the device itself is busy with."""
+    """Return the seconds in which a CPU worker copies each byte of the full tensor; 0 on a GPU."""
     if cluster.device.overlap:
         return np.zeros_like(group.size)
     sharing = cluster.devices_per_node if cluster.shared else 1
@@ -152,7 +156,7 @@ def _bandwidth(kind: str, members: Array, link: Link) -> Array:
 
 
 def _latency(kind: str, group: Group, cluster: Cluster) -> Array:
-    """Return the latency of one call: of the hops inside a node, and of those between nodes."""
+    """Return the latency of one call: the sum of its hops inside a node and of those between nodes."""
     g, q = group.inside, group.nodes
     inside, between = cluster.inside.latency, cluster.between.latency
     ring_inside, ring_between = (g - 1) * inside, (q - 1) * between
@@ -160,23 +164,20 @@ def _latency(kind: str, group: Group, cluster: Cluster) -> Array:
         near = _measured(kind, "latency", g, cluster.inside, np.full_like(g, inside))
         return np.where(q > 1, _measured(kind, "latency", q, cluster.between, np.full_like(q, between)), near)
     if kind == "all_reduce":
-        tree = 2 * ring_inside + 2 * np.log2(q) * between
-        own, far = (
-            2 * ring_inside,
-            np.minimum(2 * ring_between + 2 * ring_inside * (q - 1), tree - 2 * ring_inside),
-        )
+        near = 2 * ring_inside
+        far = np.minimum(2 * ring_between + 2 * ring_inside * (q - 1), 2 * np.log2(q) * between)
     else:
-        own, far = (
-            ring_inside,
-            ring_between + (ring_inside * (q - 1) if kind in ("all_gather", "reduce_scatter") else 0.0),
-        )
-    own = np.where(g > 1, _measured(kind, "latency", g, cluster.inside, own), 0.0)
-    return own + np.where(q > 1, _measured(kind, "latency", q, cluster.between, far), 0.0)
+        near, far = ring_inside, ring_between
+        if kind in ("all_gather", "reduce_scatter"):
+            far = far + ring_inside * (q - 1)
+    near = np.where(g > 1, _measured(kind, "latency", g, cluster.inside, near), 0.0)
+    return near + np.where(q > 1, _measured(kind, "latency", q, cluster.between, far), 0.0)
 
 
-def _measured(kind: str, figure: str, members: Array, link: Link, otherwise: Array) -> Array:
+def _measured(kind: str, figure: str, members: Array, link: Link, default: Array) -> Array:
+    """Return a measured figure of a link for these numbers of members; the default if none was measured."""
     rows = sorted((row.members, getattr(row, figure)) for row in link.measured if row.kind == kind)
     if not rows:
-        return otherwise
+        return default
     known, values = zip(*rows, strict=True)
     return np.exp(np.interp(np.log(members), np.log(known), np.log(np.maximum(values, 1e-12))))

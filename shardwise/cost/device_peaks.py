@@ -1,11 +1,11 @@
-"""What devices can compute at best, by the makers' data sheets: one table for the planner and for MFU.
+"""The peak FLOP/s of devices by the makers' data sheets: one table for the planner and for MFU.
 
 The peaks are dense (without structured sparsity), with products accumulated in float32, as torch does, and
-with TF32 off. Sheets that give figures with sparsity alone are halved.
+with TF32 off. Where a sheet gives only figures with sparsity, they are halved.
 
-A device that is not in the table has no peak, and its MFU is n/a: a wrong denominator is worse than none.
-That is why names are matched whole: an A10 is not an A100, and a laptop's 4090, a 4090 D or a slice of an
-A100 (MIG) is none of them.
+A device that is not in the table has no peak, and its MFU is n/a: a wrong denominator is worse than none. For
+the same reason names are matched whole: an A10 is not an A100, and a laptop's 4090, a 4090 D and a slice of
+an A100 (MIG) are not in the table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class DevicePeaks:
     """The peaks of a device."""
 
     names: str
-    """A regular expression for the names that drivers give it, without the maker's."""
+    """Regular expression for the names that drivers give to the device, without the maker's name."""
     flops: Mapping[str, float]
-    """FLOP/s by precision, where the device has it."""
+    """FLOP/s in each precision that the device supports."""
 
 
 def _peaks(
@@ -36,7 +36,7 @@ def _peaks(
     float4: float | None = None,
     bfloat16: bool = True,
 ) -> DevicePeaks:
-    """Peaks given in TFLOP/s. `half` is for float16, and for bfloat16 where the device has that."""
+    """Return peaks from TFLOP/s. `half` is for float16, and for bfloat16 if the device supports that."""
     tflops = {
         "float32": float32,
         "float16": half,
@@ -93,9 +93,9 @@ _MAKERS = re.compile(r"^(?:NVIDIA |AMD |Tesla |Instinct |GeForce )*", re.IGNOREC
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak in FLOP/s of one device in a training precision; None where it is not known. Never a guess.
+    """Return the dense peak in FLOP/s of one device in a training precision; None if it is unknown.
 
-    `precision` is spelt as in `train.precision`. float64 is for proofs, not for speed, and has no peak here.
+    `precision` is a value of `train.precision`. float64 is for proofs, not for speed, and has no peak here.
     """
     name = _MAKERS.sub("", device_name.strip())
     for peaks in PEAKS.values():

@@ -1,4 +1,7 @@
-"""Rank 0 of every candidate, the first device of the first pipeline rank: its weights and its dtypes."""
+"""Rank 0 of every candidate: its weights, its dtypes, and how many passes it computes.
+
+Rank 0 is the first device of the first pipeline rank.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ from shardwise.plan.slices import sliced, split_dim
 
 @dataclass(frozen=True)
 class FirstRank:
-    """The weights of rank 0 of every candidate, and the passes that it computes."""
+    """Rank 0 of every candidate."""
 
     work: Workload
     space: Space
@@ -52,24 +55,25 @@ class FirstRank:
         return cls(work, space, stack, device, engine_of(space, work.model.experts), cut(work, space, stack))
 
     def of_candidates(self, space: Space, index: Ints) -> FirstRank:
-        """Return rank 0 of candidates; index[i] is the layout of candidate i."""
+        """Return rank 0 of these candidates. `self` is that of their layouts; index[i] is the layout of
+        candidate i."""
         return replace(self, space=space, engine=take(self.engine, index), cut=take(self.cut, index))
 
     @cached_property
     def plain(self) -> Bools:
-        """Whether DistributedDataParallel sums the gradients."""
-        replicated: Bools = self.engine.replicated & self.stack.buckets
-        return replicated
+        """Whether DistributedDataParallel sums the gradients of plain tensors."""
+        plain: Bools = self.engine.replicated & self.stack.buckets
+        return plain
 
     @cached_property
     def head(self) -> Bools:
-        """Whether the last norm and the head are here."""
-        here: Bools = self.cut.folded | (self.space.pipeline == 1)
-        return here
+        """Whether rank 0 has the last norm and the head."""
+        has_head: Bools = self.cut.folded | (self.space.pipeline == 1)
+        return has_head
 
     @cached_property
     def halved(self) -> Ints:
-        """Micro-batches whose backward runs in two halves through the model's last stage, on rank 0."""
+        """Number of micro-batches whose backward through the model's last stage rank 0 runs in two halves."""
         m, p, v = self.space.accumulation, self.space.pipeline, self.space.stages_per_rank
         most = schedule_value(self.space.schedule, lambda facts: facts.halved_on_first(m, p, v))
         return np.where(p > 1, np.minimum(m, most), 0)
@@ -86,43 +90,49 @@ class FirstRank:
 
     @cached_property
     def by_operator(self) -> Bools:
-        """Whether recomputation selects operators, and keeps attention."""
-        chosen: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == BUT_ATTENTION)
-        return chosen
+        """Whether recomputation selects operators, and keeps the output of attention."""
+        selects: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == BUT_ATTENTION)
+        return selects
 
     @cached_property
     def full(self) -> Bools:
         """Whether whole blocks are recomputed."""
-        chosen: Bools = self.space.recompute == FULL
-        return chosen
+        recomputes_all: Bools = self.space.recompute == FULL
+        return recomputes_all
 
     @cached_property
     def gathers_again(self) -> Bools:
-        """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that
-        is not compiled, unless they are kept in 8 bits."""
+        """Whether backward gathers the inputs of a pair of matrices again.
+
+        Some programs always do that. Blocks that are not compiled do it too, unless the inputs are kept in 8
+        bits.
+        """
         kept = is_compiled(self.work, self.space, self.device) | (self.work.float8 is not None)
         eager = ~(self.by_operator | self.full | kept)
         return eager | np.bool_(self.stack.gathers_again)
 
     @cached_property
     def passes(self) -> Array:
-        """Blocks times micro-batches: forward passes of a block in a step."""
+        """Number of forward passes of a block in a step: blocks times micro-batches."""
         return self.cut.first * self.space.accumulation
 
     @cached_property
     def backward_passes(self) -> Array:
-        """Backward passes that ask for a block's gathered inputs: two where a backward has two halves."""
+        """Number of backward passes that need a block's gathered inputs: 2 for a backward in two halves."""
         return self.passes + self.cut.last_stage * self.halved
 
     @cached_property
     def recomputed(self) -> Array:
-        """Forward passes that are done again, where all are. The second half of a backward asks for the
-        gradients of one matrix or norm after another, and torch recomputes the block for each."""
+        """Number of forward passes that are repeated if all blocks are recomputed.
+
+        The second half of a backward asks for the gradients of one matrix or norm after another, and torch
+        recomputes the block for each.
+        """
         return self.passes + self.cut.last_stage * self.halved * _modules_of_block(self.work.model)
 
     @cached_property
     def length(self) -> Ints:
-        """Tokens of a sequence that a context device has."""
+        """Number of tokens of a sequence on a context device."""
         return self.work.sequence_length // self.space.context
 
     @cached_property
@@ -133,62 +143,65 @@ class FirstRank:
     @cached_property
     def sizes(self) -> Sizes:
         """Elements of each unit that FSDP2 gathers."""
-        return sizes(self.work.model, self.space.tensor, self.shards)
+        return self._measured("all")
 
     @cached_property
     def compressed(self) -> Sizes:
         """Elements of each unit whose gradients may be compressed."""
-        return sizes(self.work.model, self.space.tensor, self.shards, "compressed")
+        return self._measured("compressed")
 
     @cached_property
     def rows(self) -> Sizes:
         """Rows of all compressed matrices of each unit."""
-        return sizes(self.work.model, self.space.tensor, self.shards, "rows")
+        return self._measured("rows")
 
     @cached_property
     def columns(self) -> Sizes:
         """Columns of all compressed matrices of each unit."""
-        return sizes(self.work.model, self.space.tensor, self.shards, "columns")
+        return self._measured("columns")
 
     @cached_property
     def cast(self) -> Sizes:
         """Elements of each unit that are gathered in 8 bits."""
-        return sizes(self.work.model, self.space.tensor, self.shards, self.work.cast)
+        return self._measured(self.work.cast)
+
+    def _measured(self, measure: Measure) -> Sizes:
+        return sizes(self.work.model, self.space.tensor, self.shards, measure)
 
     @property
     def block(self) -> Ints:
-        """Numbers in the unit of a block."""
+        """Number of elements in the unit of a block."""
         return self.sizes.block if self.stack.wide_routers else self.sizes.block + self.sizes.router
 
     @property
     def computed(self) -> int:
-        """Bytes of a computed number."""
+        """Bytes of an element in the dtype of computation."""
         return value_bytes(self.work)
 
     @property
     def wide(self) -> int:
-        """Bytes of a number in which sums are made."""
+        """Bytes of an element in the dtype of sums."""
         return BYTES[wide(self.work.precision)]
 
     @property
     def stored(self) -> int:
-        """Bytes of a weight between steps, and of its gradient."""
+        """Bytes of an element of a weight between steps, and of its gradient."""
         return BYTES[self.work.state_dtype]
 
     @property
     def gathered(self) -> float:
-        """Bytes of a weight on the wire."""
+        """Bytes of an element of a weight that is gathered."""
         return weight_bytes(self.work, self.stack)
 
     @property
     def reduced(self) -> float:
-        """Bytes of a gradient on the wire."""
+        """Bytes of an element of a gradient that is reduced."""
         return reduce_bytes(self.work, self.stack)
 
 
 @lru_cache(maxsize=64)
 def _modules_of_block(model: Model) -> int:
-    """Matrices and norms of a block; a bias goes with the matrix."""
+    """Return the number of matrices and norms of a block; a bias belongs to its matrix."""
     names = parameter_shapes(model.model_copy(update={"layers": 1}))
     return len(
         {name.removesuffix(".weight").removesuffix(".bias") for name in names if name.startswith("blocks.")}
@@ -197,30 +210,29 @@ def _modules_of_block(model: Model) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers in the units of rank 0 before they are sharded, rows padded until they divide; and what it has
-    of whole weights."""
+    """Numbers of elements of rank 0's units before they are sharded, with rows padded until they divide; and
+    of its shards of the weights that every tensor device has whole."""
 
     block: Ints
-    """Without its experts, and without its router."""
+    """Elements of a block without its experts and its router."""
     router: Ints
     embedding: Ints
     positions: Ints
     norm: Ints
     head: Ints
     whole_block: Ints
-    """This device's shard of a block's weights that every tensor device has whole; likewise of the positions
-    and the norm."""
+    """Elements of this device's shard of a block's weights that every tensor device has whole."""
     whole_positions: Ints
     whole_norm: Ints
 
 
 Measure = Literal["all", "compressed", "rows", "columns"] | tuple[str, ...]
-"""What is counted: all numbers, those whose gradients can be compressed, or the rows or columns of the
-matrices of these; or the weights of these modules, named as in a block."""
+"""What is counted: all elements; those whose gradients can be compressed; the rows or the columns of their
+matrices; or the elements of the weights of these modules, named as in a block."""
 
 
 def sizes(model: Model, tensor: Ints, shards: Ints, measure: Measure = "all") -> Sizes:
-    """Return the sizes for each pair of a tensor degree and a number of shards, of which there are few."""
+    """Return the sizes for each candidate, computed once for each pair of tensor degree and shards."""
     first, index = distinct([tensor, shards])
     pairs = zip(tensor[first].tolist(), shards[first].tolist(), strict=True)
     table = np.asarray([_sizes_of(model, *pair, measure) for pair in pairs], dtype=np.int64).reshape(-1, 9)
@@ -234,10 +246,8 @@ def _sizes_of(model: Model, tensor: int, shards: int, measure: Measure) -> tuple
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         if ".experts." in name:
             continue
-        part, dim = (
-            "block" if name.startswith("blocks.") else name.partition(".")[0],
-            split_dim(name, model, tensor),
-        )
+        part = "block" if name.startswith("blocks.") else name.partition(".")[0]
+        dim = split_dim(name, model, tensor)
         if isinstance(measure, tuple):
             if name.removeprefix("blocks.0.").removesuffix(".weight") not in measure:
                 continue

@@ -12,14 +12,14 @@ from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.space import Array, Ints, take
 
 When = Literal["forward", "backward", "ends", "once", "pipeline", "step"]
-"""What a flow runs beside, which decides what of it hides:
+"""The work that a flow runs beside, and that can hide it:
 
-- "forward", "backward": of the blocks, in every micro-batch;
+- "forward", "backward": a pass through the blocks, in every micro-batch;
 - "ends": the embedding, the head and the loss, in every micro-batch;
-- "once": the blocks of one micro-batch, for the whole step: weights that are gathered once, gradients that
-  are summed at the end;
-- "pipeline": between two stages;
-- "step": nothing; before, in or after the optimizer's update.
+- "once": a pass of one micro-batch through the blocks, once a step: weights that are gathered once, gradients
+  that are summed at the end;
+- "pipeline": the computing of a stage, while messages go between stages;
+- "step": nothing. The flow runs before, in or after the optimizer's update.
 """
 EACH_MICRO_BATCH: tuple[When, ...] = ("forward", "backward", "ends")
 
@@ -33,22 +33,25 @@ class Flow:
 
     kind: str
     axis: str
-    """Axis as the ledger names it, but with axes of one device: "data x context" even if context is 1."""
+    """Axis as in the ledger, but including axes of one device: "data x context" even if context is 1."""
     when: When
     count: Array
     bytes: Array
     copies: int = 1
-    """Copies of each row for different devices, if a program sends one to each node and copies it there."""
+    """Number of copies of each row for different devices, if a node gets only one and copies it there."""
     codec_work: CodecWork | None = None
     """Work of the codec, if the flow is compressed."""
 
     def __add__(self, other: Flow) -> Flow:
         works = [flow.codec_work for flow in (self, other) if flow.codec_work is not None]
-        both = works[0] + works[1] if len(works) == 2 else works[0] if works else None
-        return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes, codec_work=both)
+        work = works[0] + works[1] if len(works) == 2 else works[0] if works else None
+        return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes, codec_work=work)
 
     def of_candidates(self, index: Ints, accumulation: Ints) -> Flow:
-        """Return the flow of candidates with these micro-batches; index[i] is the layout of candidate i."""
+        """Return the flow of candidates with these numbers of micro-batches.
+
+        `self` is that of their layouts; index[i] is the layout of candidate i.
+        """
         count, size = take(self.count, index), take(self.bytes, index)
         work = self.codec_work and self.codec_work.take(index)
         if self.when in EACH_MICRO_BATCH:

@@ -1,23 +1,24 @@
 """Bytes of the fullest device at the peak of a step, by kind, for every candidate at once.
 
-Model states follow the table in `plan/memory.py`. Activations are counted per token and block: what backward
-needs of a compiled block with flash attention, in values of the computing dtype:
+Model states follow the table in `plan/memory.py`. Activations are counted per token and block. Backward of a
+compiled block with flash attention needs, in values of the computing dtype:
 
     (4 h + 2 a d + 2 k d + 3 f) / tensor
 
-that is: the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and
+These are the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and
 values (2 k d), gate, up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward
-add 2 h; capped scores, which no flash kernel makes, some for each pair of tokens and head. In float8 what
-norms and activation put out is made once more for its 8-bit copy (2 h and f less), and the head has chunks
-and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has one block alive;
-`selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
-experts these two recompute a block part by part (norms, attention, shared experts): they keep the inputs of
-the parts, 2 h more than of a whole block for `selective`, and all that routed experts need. A schedule
-multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` explains it).
+add 2 h. Capped scores, which no flash kernel supports, add some values for each pair of tokens and each head.
+In float8 the outputs of norms and activation are recomputed for their 8-bit copies (2 h and f less), and the
+head has chunks and copies of its own (`cost/float8_work.py`).
 
-Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a
-recomputed block). With a single micro-batch, gradients take the place of the activations that backward
-frees.
+Recomputation changes this. `full` keeps a block's input, and one block's activations exist at a time.
+`selective` keeps products and attention. `all-but-attention` keeps a block's input and attention's output.
+With experts the last two recompute a block part by part (norms, attention, shared experts): they keep the
+inputs of the parts (for `selective` 2 h more than for a whole block), and all that routed experts need. A
+pipeline multiplies activations by the micro-batches that a rank has in flight (`plan/schedule.py`).
+
+Weights that are not gathered have copies in the computing dtype, which exist until backward, except in
+recomputed blocks. With a single micro-batch, gradients take the place of activations that backward frees.
 """
 
 from __future__ import annotations
@@ -62,22 +63,25 @@ class Holdings:
     cut: Cut
     """The blocks of the pipeline ranks."""
     parameters: Array
-    """Parameters of the device with most before ZeRO, experts included."""
+    """Number of parameters of the fullest device before ZeRO, with its experts."""
     sharded: Array
-    """Parameters whose optimizer state that device has."""
+    """Number of parameters whose optimizer states that device has."""
     states: dict[str, Array]
-    """Bytes of weights, gradients and optimizer state there, wherever they lie."""
+    """Bytes of its weights, gradients and optimizer states, in its own memory or that of the host."""
     block: Array
-    """Parameters of one block on one device before ZeRO, experts included."""
+    """Number of parameters of one block on one device before ZeRO, with its experts."""
     first_edge: Array
-    """Parameters before the blocks (embedding)."""
+    """Number of parameters before the blocks (embedding)."""
     last_edge: Array
-    """Parameters after the blocks (norm, head)."""
+    """Number of parameters after the blocks (norm, head)."""
 
 
 def hold(work: Workload, space: Space, stack: Software) -> Holdings:
-    """Return the parameters and states on devices, from the layout and whether there are several
-    micro-batches."""
+    """Return the parameters and states on devices.
+
+    They depend only on the layout, and on whether a step has several micro-batches. So they are computed for
+    the distinct layouts, in both cases, and looked up.
+    """
     layouts, index = space.layouts
     several = replace(layouts, accumulation=np.full(len(layouts), 2))
     both = concatenate([_hold_layouts(work, layouts, stack), _hold_layouts(work, several, stack)])
@@ -85,44 +89,41 @@ def hold(work: Workload, space: Space, stack: Software) -> Holdings:
 
 
 def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
-    """Return the same for distinct layouts; the rank with most is the first, the last, or one between
-    them."""
+    """Return the same for distinct layouts. The fullest rank is the first, the last, or one between them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
     engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
-    own, end = parts.block + parts.experts, parts.last + parts.copy * (~alone).astype(float)
-    shared = (
-        replace(Part(), compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard) * -1.0
-    )
-    shared *= (~alone).astype(float)  # what two stages sum is not compressed
+    piped = (~alone).astype(float)
+    block, end = parts.block + parts.experts, parts.last + parts.copy * piped
+    copy = Part(compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard)
+    not_compressed = copy * -piped  # gradients that two stages sum are not compressed
+    end_of_rank = end + not_compressed
     ranks = [
-        own * stages.first + parts.first + shared + (end + shared) * (alone | folded).astype(float),
-        own * stages.middle,
-        own * np.where(folded, 0.0, stages.last) + (end + shared) * (~folded).astype(float),
+        block * stages.first + parts.first + not_compressed + end_of_rank * (alone | folded).astype(float),
+        block * stages.middle,
+        block * np.where(folded, 0.0, stages.last) + end_of_rank * (~folded).astype(float),
     ]
     states = [_states(work, layouts, stack, engine, rank) for rank in ranks]
     totals = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states])  # (3, layouts)
-    most = totals.argmax(axis=0)
-    whole, shard = (np.choose(most, [getattr(rank, name) for rank in ranks]) for name in ("whole", "shard"))
-    chosen = {name: np.choose(most, [kinds[name] for kinds in states]) for name in states[0]}
-    return Holdings(stages, whole, shard, chosen, own.whole, parts.first.whole, end.whole)
+    fullest = totals.argmax(axis=0)
+    whole = np.choose(fullest, [rank.whole for rank in ranks])
+    shard = np.choose(fullest, [rank.shard for rank in ranks])
+    chosen = {name: np.choose(fullest, [kinds[name] for kinds in states]) for name in states[0]}
+    return Holdings(stages, whole, shard, chosen, block.whole, parts.first.whole, end.whole)
 
 
 def _parts(model: Model, layouts: Space) -> Parts:
-    """Return the parts of the model on one device, computed once for every distinct way to slice it."""
+    """Return the parts of the model on one device, computed once for each distinct way to slice it."""
     sharded = layouts.zero > 0
     shards, of_experts = np.where(sharded, layouts.shards, 1), np.where(sharded, expert_shards(layouts), 1)
     columns = [layouts.tensor, shards, layouts.expert, of_experts]
     first, index = distinct(columns)
-    ways = [
-        parts_of(model, *way) for way in zip(*(column[first].tolist() for column in columns), strict=True)
-    ]
+    ways = zip(*(column[first].tolist() for column in columns), strict=True)
+    parts_of_ways = [parts_of(model, *way) for way in ways]
 
     def part(name: str) -> Part:
-        parts = [getattr(way, name) for way in ways]
-        table = np.asarray([part.counts for part in parts]).reshape(-1, len(fields(Part)))[
-            index
-        ]  # (layouts, counts)
-        return Part(*table.T)
+        counts = [getattr(parts, name).counts for parts in parts_of_ways]
+        table = np.asarray(counts).reshape(-1, len(fields(Part)))  # (ways, counts)
+        return Part(*table[index].T)
 
     parts = Parts(**{field.name: part(field.name) for field in fields(Parts)})
     return with_peers(parts, layouts.shards, expert_shards(layouts), layouts.zero, layouts.replica)
@@ -144,18 +145,15 @@ def activation_bytes(
     """Return the bytes of activations of one micro-batch in one block: those kept until backward, and those
     that exist while the block runs backward."""
     model, tokens, tensor = work.model, tokens_here(work, space), space.tensor
-    # Values a token, (candidates,) each: the module's table.
-    wide = 2 if model.gated else 1
-    queries, keys = (
-        model.heads * model.head_dim / tensor,
-        2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim,
-    )
+    # Values per token, (candidates,) each, as in the docstring of this module.
+    inputs = 2 if model.gated else 1  # of the activation
+    queries = model.heads * model.head_dim / tensor
+    keys = 2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim
     residual = model.hidden / (tensor if stack.sequence_parallel else 1)
-    inner, products = (1 + wide) * model.ffn / tensor, wide * model.ffn / tensor
-    if (
-        model.experts
-    ):  # a token's row is copied to each of its experts and comes back; shared experts see it where it is
-        width, rows = (1 + wide) * model.expert_width, model.experts_per_token / tensor
+    inner, products = (1 + inputs) * model.ffn / tensor, inputs * model.ffn / tensor
+    if model.experts:
+        # A token's row is copied to each of its experts and back. Shared experts use it in place.
+        width, rows = (1 + inputs) * model.expert_width, model.experts_per_token / tensor
         inner = rows * (width + 2 * model.hidden) + model.shared_experts * width / tensor
     gathered = np.where(tensor > 1, stack.inputs_kept * model.hidden, 0.0)
     scores = 0.0 if stack.flash else 2.5 * work.sequence_length * model.heads / tensor
@@ -163,46 +161,40 @@ def activation_bytes(
         scores = _capped_scores(work) * work.sequence_length * model.heads / tensor
     block = stack.activation * ((6 if model.post_norms else 4) * residual + 2 * queries + keys + inner)
     none = block + scores + gathered - _cast_anew(work, space, stack, device_type)
-    # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al.
-    # 2022).
-    selective = (
-        residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
-        if stack.flash
-        else block
-    )
+    if stack.flash:
+        selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
+    else:  # only the scores are recomputed (Korthikanti et al. 2022)
+        selective = block
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
     attention = full + (0.0 if capped else queries)
-    if (
-        model.experts
-    ):  # parts are recomputed each by itself, and keep their inputs: shared experts and attention whole ones
+    if model.experts:
+        # Each part is recomputed by itself and keeps its input. Attention and shared experts have whole ones.
         whole = model.hidden * (1 + ((tensor > 1) & (model.shared_experts > 0)))
         parts = 2 * residual + whole + rows * (width + 2 * model.hidden)
         attention = attention + parts
-        if (
-            stack.flash
-        ):  # outputs of attention and of shared experts, before tensor devices sum and split them
+        if stack.flash:
+            # Outputs of attention and of shared experts, before tensor devices sum and split them.
             outputs = model.hidden * (1 + (model.shared_experts > 0))
-            made = queries + keys + outputs + model.shared_experts * wide * model.expert_width / tensor
+            made = queries + keys + outputs + model.shared_experts * inputs * model.expert_width / tensor
             selective = full + queries + parts + stack.selective_kept * made
-    if stack.flash and capped:  # a product's output, as they are before the cap
+    if stack.flash and capped:  # the scores before the cap are the output of a product
         selective = selective + work.sequence_length * model.heads / tensor
-    stays = np.choose(
-        space.recompute,
-        [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)],
-    )
-    # What is computed again lives beside what stayed: all of the block, or what recomputation by operators
-    # let go.
-    live = np.where(
-        space.recompute == NONE, 0.0, np.where(space.recompute == FULL, none, np.maximum(none - stays, 0.0))
-    )
+    modes = [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)]
+    kept = np.choose(space.recompute, modes)
+    # Recomputed activations exist beside the kept ones: those of the whole block, or those that recomputation
+    # by operators did not keep.
+    repeated = np.where(space.recompute == FULL, none, np.maximum(none - kept, 0.0))
+    live = np.where(space.recompute == NONE, 0.0, repeated)
     size = compute.value_bytes(work)
-    return tokens * size * stays, tokens * size * live
+    return tokens * size * kept, tokens * size * live
 
 
 def _cast_anew(work: Workload, space: Space, stack: Software, device_type: str) -> Array | float:
-    """Values a token that a compiled block with products in float8 does not keep: outputs of the norms and of
-    the activation are needed in 8 bits alone, and made once more from what is there anyway
-    (`recompute_casts`). A router needs the second norm's."""
+    """Return the values per token that a compiled block with products in float8 does not keep.
+
+    The outputs of norms and of the activation are needed only in 8 bits, so backward makes them again from
+    tensors that are kept anyway (`recompute_casts`). A router needs the output of the second norm.
+    """
     shares, model = work.float8, work.model
     if shares is None:
         return 0.0
@@ -213,8 +205,10 @@ def _cast_anew(work: Workload, space: Space, stack: Software, device_type: str) 
 
 
 def _capped_scores(work: Workload) -> float:
-    """Values that backward needs of each score that goes through a tanh: its tanh and its share, wide, and
-    the share that multiplies values."""
+    """Return the number of values that backward needs for each score with a cap.
+
+    These are the tanh and the softmax in the dtype of sums, and the softmax in the dtype of computation.
+    """
     size = compute.value_bytes(work)
     return 2 * BYTES[wide(work.precision)] / size + (1 if size == 2 else 0)
 
@@ -222,30 +216,32 @@ def _capped_scores(work: Workload) -> float:
 def footprint(
     work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings
 ) -> dict[str, Array]:
-    """Bytes of the fullest device, by kind. States are the fullest rank's; activations those of the first
-    pipeline rank, which has most in flight, or of the last, which has the logits."""
+    """Return the bytes of the fullest device, by kind.
+
+    States are those of the fullest rank. Activations are those of the first pipeline rank, which has most
+    micro-batches in flight, or of the last, which has the logits.
+    """
     model, alone, offloaded = work.model, space.pipeline == 1, space.offload == 1
     activations, logits = _activations(work, space, cluster, stack, held)
     engine = engine_of(space, model.experts)
     gathered, reducing = _units(work, space, cluster, stack, engine, held)
     unsharded = engine.zero == 0
-    # Weights that are never gathered are cast for each use; backward needs the copies, but for those of
-    # recomputed blocks. In float8 compiled blocks cast them again, and a head in float8 has its copies among
-    # the logits.
-    anew, narrow = (
-        (False, False)
-        if work.float8 is None
-        else (is_compiled(work, space, cluster.device_type), work.float8.head)
-    )
+    # Weights that are never gathered are cast for each use, and backward needs the copies, except in blocks
+    # that are recomputed, or that are compiled in float8 and cast again. The copies of a head in float8 are
+    # counted among the logits.
+    in_float8 = work.float8 is not None
+    casts_again = is_compiled(work, space, cluster.device_type) & in_float8
+    float8_head = work.float8 is not None and work.float8.head
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
-    needed = np.where(makes_blocks_again(work, space) | anew, 0.0 if narrow else head, held.parameters)
+    not_kept = makes_blocks_again(work, space) | casts_again
+    needed = np.where(not_kept, 0.0 if float8_head else head, held.parameters)
     casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
-    # With a single micro-batch each gradient takes the place of activations that backward has freed by then,
-    # and of what a head in float8 had, which is no little.
+    # With a single micro-batch, each gradient takes the place of activations that backward has freed by then,
+    # and of the tensors of a head in float8, which are large.
     in_place = alone & (space.accumulation == 1) & unsharded & (not stack.keeps_gradients)
-    gradients, freed = held.states["gradients"], activations + (logits if narrow else 0.0)
+    gradients, freed = held.states["gradients"], activations + (logits if float8_head else 0.0)
     states = {**held.states, "gradients": np.where(in_place, np.maximum(0.0, gradients - freed), gradients)}
     alive = {
         "activations": activations,
@@ -256,7 +252,7 @@ def footprint(
         + np.where(logits > 0, 4.0 * head, 0.0),
     }
     return {
-        **(_without_the_hosts(work, space, states, held) if offloaded.any() else states),
+        **(_on_the_device(work, space, states, held) if offloaded.any() else states),
         **{kind: value * stack.fragmentation for kind, value in alive.items()},
         "overhead": np.full_like(activations, cluster.device.overhead),
     }
@@ -265,30 +261,34 @@ def footprint(
 def _activations(
     work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings
 ) -> tuple[Array, Array]:
-    """Bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
+    """Return the bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
     model, size, tokens = work.model, compute.value_bytes(work), tokens_here(work, space)
-    stays, live = activation_bytes(work, space, stack, cluster.device_type)
-    flying, flying_last = in_flight(space)
-    edge = tokens * model.hidden * size / space.tensor  # a stage's input, for each micro-batch in flight
+    kept, live = activation_bytes(work, space, stack, cluster.device_type)
+    in_first, in_last = in_flight(space)
+    stage_input = tokens * model.hidden * size / space.tensor  # for each micro-batch in flight
     logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
     if stack.logit_bytes == 0:  # the loss is computed in chunks
         logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk_bytes(cluster.device_type))
         if work.float8 is not None and work.float8.head:
-            # gone before the first block is computed again, which takes their place
+            # They are freed before the first block is recomputed, which takes their place.
             logits = np.maximum(head_bytes(work, space, cluster.device_type, tokens) - live, 0.0)
-    first = flying * held.cut.first * stays + live + flying * edge
-    last = flying_last * held.cut.last * stays + live + edge
-    both = (space.pipeline == 1) | held.cut.folded  # the first rank has the head too
-    fuller = both | (first >= last + logits)
-    return np.where(fuller, first, last), np.where(both | ~fuller, logits, 0.0)
+    first = in_first * held.cut.first * kept + live + in_first * stage_input
+    last = in_last * held.cut.last * kept + live + stage_input
+    first_has_head = (space.pipeline == 1) | held.cut.folded
+    first_is_fuller = first_has_head | (first >= last + logits)
+    activations = np.where(first_is_fuller, first, last)
+    return activations, np.where(first_has_head | ~first_is_fuller, logits, 0.0)
 
 
 def _units(
     work: Workload, space: Space, cluster: Cluster, stack: Software, engine: Engine, held: Holdings
 ) -> tuple[Array, Array]:
-    """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the
-    buffers in which it reduces: the largest unit's gradients as they were made, and as they are summed. CPU
-    workers sum several units at once, each with room for what comes."""
+    """Return the bytes of the weights that FSDP2 has gathered at once, and of the buffers of its sums.
+
+    It has gathered the block in use, the next one and the largest unit. The buffers have the largest unit's
+    gradients, as they were made and as they are summed. CPU workers sum several units at once, each with
+    buffers for what it sends and receives.
+    """
     edges = np.where(space.pipeline == 1, np.maximum(held.first_edge, held.last_edge), 0.0)
     largest = np.maximum(held.block, edges)
     weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
@@ -301,19 +301,19 @@ def _units(
     return gathered, np.where(engine.zero >= 2, reducing, 0.0)
 
 
-def _without_the_hosts(
+def _on_the_device(
     work: Workload, space: Space, states: dict[str, Array], held: Holdings
 ) -> dict[str, Array]:
-    """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole
-    between micro-batches."""
+    """Return the bytes of states in the memory of the device itself. If states are offloaded, these are only
+    weights that stay gathered and gradients that stay whole between micro-batches."""
     offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
     on_host = {
         "weights": stored * held.sharded,
         "gradients": stored * held.sharded,
         "optimizer": len(work.optimizer.slots) * stored * held.sharded,
     }
-    whole = (space.zero == 1) & (space.accumulation > 1)
-    on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
+    whole_gradients = (space.zero == 1) & (space.accumulation > 1)
+    on_host["gradients"] = np.where(whole_gradients, 0.0, on_host["gradients"])
     return {
         name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value)
         for name, value in states.items()
@@ -321,15 +321,16 @@ def _without_the_hosts(
 
 
 def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Bytes of offloaded weights, gradients and optimizer states in the memory of one node, whose devices all
-    have the fullest one's."""
+    """Return the bytes of offloaded weights, gradients and optimizer states in the memory of one node, if all
+    its devices have as many as the fullest."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
-    numbers = 2.0 + len(work.optimizer.slots)
-    return np.where(space.offload == 1, numbers * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
+    tensors = 2.0 + len(work.optimizer.slots)
+    return np.where(space.offload == 1, tensors * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
 
 
 def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
-    """Weights, gradients and optimizer state: the table of plan/memory.py, with this stack's widths."""
+    """Return the bytes of weights, gradients, optimizer states and residuals, by the table of plan/memory.py
+    with the widths of this program."""
     stored = float(BYTES[work.state_dtype])
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
     reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
@@ -337,38 +338,30 @@ def _states(work: Workload, space: Space, stack: Software, engine: Engine, held:
         return _two_copies(work, space, stack, engine, held)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
     wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
-    weights = stored * held.shard + np.where(
-        engine.keeps_gathered, computed * held.gathered + wider * held.wide, 0.0
-    )
+    gathered = computed * held.gathered
+    weights = stored * held.shard + np.where(engine.keeps_gathered, gathered + wider * held.wide, 0.0)
     if work.gathers is not None and work.gathers.backward_shards is not None:
-        weights = weights + np.where(
-            space.zero == 3, computed * held.gathered / work.gathers.backward_shards, 0.0
-        )
-    gradients = np.where(whole, reduced * held.whole, stored * held.shard)
-    residuals = reduced * residual_numbers(held, work.compression, space.zero, space.replica) + np.zeros(
-        len(space)
-    )
+        weights = weights + np.where(space.zero == 3, gathered / work.gathers.backward_shards, 0.0)
+    residuals = residual_numbers(held, work.compression, space.zero, space.replica)
     return {
         "weights": weights,
-        "gradients": gradients,
+        "gradients": np.where(whole, reduced * held.whole, stored * held.shard),
         "optimizer": len(work.optimizer.slots) * stored * held.shard,
-        "residuals": residuals,
+        "residuals": reduced * residuals + np.zeros(len(space)),
     }
 
 
 def _two_copies(
     work: Workload, space: Space, stack: Software, engine: Engine, held: Part
 ) -> dict[str, Array]:
-    """The same for a program that computes with a copy of its weights whatever is sharded."""
+    """Return the same for a program that computes with a copy of its weights, unless ZeRO-3 shards them."""
     stored = float(BYTES[work.state_dtype])
     sharded, split = engine.zero > 0, engine.splits_backward
-    weights = (
-        np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole)
-        + stored * held.shard
-    )
+    only_shards = sharded & (space.zero == 3) & ~split
     whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | split
-    gradients = np.where(
-        sharded & ~whole, stack.gradient_bytes * held.shard, stack.gradient_bytes * held.whole
-    )
-    states = len(work.optimizer.slots) * stored * held.shard
-    return {"weights": weights, "gradients": gradients, "optimizer": states}
+    width = stack.gradient_bytes
+    return {
+        "weights": np.where(only_shards, 0.0, stack.weight_bytes * held.whole) + stored * held.shard,
+        "gradients": np.where(sharded & ~whole, width * held.shard, width * held.whole),
+        "optimizer": len(work.optimizer.slots) * stored * held.shard,
+    }

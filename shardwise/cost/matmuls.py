@@ -1,4 +1,4 @@
-"""The matrices of a block, as one device multiplies by them."""
+"""The matrix products of a block on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BlockProduct:
 
 
 def tokens_here(work: Workload, space: Space) -> Array:
-    """Return the tokens of a micro-batch on one context device."""
+    """Return the number of tokens of a micro-batch on one context device."""
     return space.micro_batch * work.sequence_length / space.context
 
 
@@ -73,8 +73,6 @@ def share_in_float8(work: Workload, kind: str) -> float:
 def float8_weights(work: Workload, products: Sequence[BlockProduct]) -> Array:
     """Return the number of weights of a block on one device whose products are in float8."""
     counts = [
-        share * product.count * product.n * product.k
-        for product in products
-        if (share := share_in_float8(work, product.kind))
+        share_in_float8(work, product.kind) * product.count * product.n * product.k for product in products
     ]
     return sum(counts, np.zeros_like(products[0].k))

@@ -1,23 +1,23 @@
-"""A step from the time of its pipeline: what links hold up, and what hides behind the last backward.
+"""The time of a step, from the time that pipeline ranks need for their stages and from the time of links.
 
-How long ranks take to go through their stages is told in three ways: by a closed form, which takes stages for
-equal; by a bound below which no schedule can be played; and by playing the schedule (search/search.py). What
-the links make of it is said here, once for all three:
+The time that ranks need for their stages comes from one of three places: a closed form, which assumes equal
+stages; a lower bound; or a simulation of the schedule (search/search.py). This file adds the links, in the
+same way for all three:
 
-    pipeline = max(ranks going through their stages + messages they wait for,
+    pipeline = max(time of the ranks for their stages + messages they wait for,
                    busiest link + bubble of equal stages)
     step     = pipeline + messages while the pipeline fills and drains
                + the exposed part of the collectives that run once a step + everything else
 
-Where a link is busier than the slowest rank, every rank runs at its pace, and how unevenly the stages are cut
-matters no more. What comes once a step hides behind the last backward of the blocks, which takes a share of
-the pipeline's time, waits included; joining replicas comes after the sums inside of them. Without a pipeline
-the same holds of one rank that waits for nobody.
+If a link is busier than the slowest rank, every rank runs at the pace of that link, and it no longer matters
+how unevenly the stages are cut. Collectives that run once a step hide behind the last backward of the blocks,
+which takes a share of the pipeline's time, including its waits. Replicas are joined after the sums inside of
+them. Without a pipeline the same formulas hold for one rank, which waits for nobody.
 
-Why in this form: these are sums and maxima of times that a better machine makes shorter or leaves, and of the
-pipeline's time less can hide than it has. So no better machine is predicted to be slower. What a schedule
-takes longer than its slowest rank, put on top of a link's time, would not do: that grows wherever the slowest
-rank gains more than the others.
+With this form no better machine is predicted to be slower, because all terms are sums and maxima of times
+that a better machine shortens or leaves, and what hides is never longer than the pipeline. That would not
+hold for the time of a link plus the time that a schedule takes longer than its slowest rank: this difference
+grows if the slowest rank gains more than the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardwise.cost.space import Array, Space
 from shardwise.plan.step_terms import TERMS
 
 CONTENTION = 0.12
-"""Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on
+"""Seconds by which each second of hidden communication slows the computing beside it (Calculon: 0.15 on
 NVLink, 0.02 on the network)."""
 BACKWARD = 0.7
 """Share of backward in a block's seconds: it has twice the products and 2.5 times the attention."""
@@ -45,30 +45,30 @@ BACKWARD = 0.7
 
 @dataclass(frozen=True)
 class Sums:
-    """Collectives of an axis that run once a step, beside its last backward."""
+    """Collectives of an axis that run once a step, beside the last backward."""
 
     seconds: Array
     beside: Array
-    """Part of the seconds in which the device can compute."""
+    """Part of these seconds in which the device can compute."""
 
     @classmethod
     def of(cls, links: Priced, axis: str) -> Sums:
         """Return the collectives of an axis that run once a step."""
         return cls(links.seconds(axis, "once"), links.beside(axis, "once"))
 
-    def exposed(self, room: Array, stack: Software) -> Array:
-        """Return the seconds that this much work does not hide."""
-        return exposed(self.seconds, self.beside, room, stack)
+    def exposed(self, work: Array, stack: Software) -> Array:
+        """Return the seconds that do not hide behind this many seconds of work."""
+        return exposed(self.seconds, self.beside, work, stack)
 
 
 @dataclass(frozen=True)
 class StepTerms:
-    """All of a step but what depends on how long its ranks take to go through their stages."""
+    """The parts of a step that do not depend on how long its ranks need for their stages."""
 
     terms: dict[str, Array]
-    """Seconds that do not depend on it; `seconds` adds the others."""
+    """Seconds by term; `seconds` adds the parts that depend on the ranks."""
     average: Array
-    """Part of the terms that is the average rank's own work in all micro-batches."""
+    """Part of these terms that is the average rank's own work in all micro-batches."""
     filling: Array
     """Seconds of messages while the pipeline fills and drains."""
     waits: Array
@@ -78,21 +78,25 @@ class StepTerms:
     share: Array
     """Share of the pipeline's time that the last backward and the wait before it take."""
     taken: Array
-    """Seconds of that in which nothing of it hides: those of the embedding and the head, and where a CPU's
-    network is in use."""
+    """Seconds of that share behind which sums cannot hide: those of the embedding and the head, and those in
+    which the network of a CPU worker is in use."""
     data: Sums
     replica: Sums
     busiest_link: Array
     """Seconds in which the busiest link of any device carries bytes: no step is shorter."""
 
     def seconds(self, slowest: Array, ranks: Array, cluster: Cluster, stack: Software) -> dict[str, Array]:
-        """The whole step by term, where the slowest rank's own work takes so long, and all ranks together
-        with their waits for each other."""
+        """Return the seconds of the whole step by term.
+
+        `slowest` are the seconds of the slowest rank's own work, and `ranks` those that all ranks together
+        need, with their waits for each other.
+        """
         pipeline = np.maximum(ranks + self.waits, self.held_up)
-        room = np.maximum(self.share * (pipeline - self.waits) - self.taken, 0.0)
+        last_backward = np.maximum(self.share * (pipeline - self.waits) - self.taken, 0.0)
+        rest = np.maximum(last_backward - self.data.seconds, 0.0)
         added = {
-            "data": self.data.exposed(room, stack),
-            "replica": self.replica.exposed(np.maximum(room - self.data.seconds, 0.0), stack),
+            "data": self.data.exposed(last_backward, stack),
+            "replica": self.replica.exposed(rest, stack),
             "imbalance": slowest - self.average,
             "bubble": ranks - slowest,
             "pipeline_sends": self.filling + pipeline - ranks,
@@ -104,8 +108,10 @@ class StepTerms:
 
 
 def exposed(seconds: Array, beside: Array, work: Array, stack: Software) -> Array:
-    """What is left of communication, some of which could run beside so much work, and what it slows that work
-    by."""
+    """Return the seconds of communication that are not hidden, plus those by which the rest slows the work.
+
+    `beside` is the part of its `seconds` that can run beside computing, and `work` the seconds of computing.
+    """
     return seconds - (1 - CONTENTION) * stack.overlap_data * np.minimum(beside, work)
 
 
@@ -125,13 +131,13 @@ def step_of(
     held: Holdings,
     links: Priced,
 ) -> StepTerms:
-    """Return a step with these terms; `average` and `ends` are seconds of a micro-batch on an average rank,
-    and in the embedding and head.
+    """Return a step with these terms. `average` are the seconds of a micro-batch on an average rank, and
+    `ends` those in the embedding and the head.
 
-    Messages are exposed while the pipeline fills and drains; of the rest, two for each stage and micro-batch,
-    those that the program waits for. The gradient of a tied embedding, and the numbers of a step, are sent
-    while the pipeline drains. A CPU worker has one network, which may be busy with what it sends in each
-    micro-batch.
+    Messages between stages are exposed while the pipeline fills and drains. Of the others, two for each stage
+    and micro-batch, those are exposed that the program waits for. The gradient of a tied embedding and the
+    numbers that all ranks share are sent while the pipeline drains. On a CPU worker, the messages of each
+    micro-batch use the same network.
     """
     m, piped = space.accumulation, space.pipeline > 1
     idle = bubble(space, np.ones_like(average))
@@ -141,23 +147,25 @@ def step_of(
     backwards = BACKWARD * np.where(piped, np.minimum(m, 2), 1)
     sent = sum(links.inside_blocks(axis) for axis in ("tensor", "context", "expert", "data"))
     taken = backwards * (ends if cluster.device.overlap else ends + sent / m)
-    sums = Sums.of(links, "data"), Sums.of(links, "replica")
     return StepTerms(
         terms,
-        m * average,
-        filling,
-        waits,
-        held_up,
-        backwards / (m + idle),
-        taken,
-        *sums,
-        _busiest(space, held, links),
+        average=m * average,
+        filling=filling,
+        waits=waits,
+        held_up=held_up,
+        share=backwards / (m + idle),
+        taken=taken,
+        data=Sums.of(links, "data"),
+        replica=Sums.of(links, "replica"),
+        busiest_link=_busiest(space, held, links),
     )
 
 
 def bubble(space: Space, slowest: Array) -> Array:
-    """Seconds for which ranks wait where equal stages take so long on each of them. The finalists of a search
-    are played through action by action instead (plan/timeline.py)."""
+    """Return the seconds for which ranks wait if equal stages take `slowest` seconds on each rank.
+
+    For the best candidates of a search, the schedule is simulated instead (plan/timeline.py).
+    """
     factor = schedule_value(space.schedule, lambda facts: facts.bubble)
     stages = np.where(is_interleaved(space), space.stages_per_rank, 1)
     idle: Array = (space.pipeline - 1) * slowest * factor / stages
@@ -167,9 +175,10 @@ def bubble(space: Space, slowest: Array) -> Array:
 def least_ranks(
     space: Space, held: Holdings, layer: Array, embedding: Array, head: Array, slowest: Array
 ) -> Array:
-    """Seconds below which no schedule can be played. A rank begins when the first micro-batch has come
-    through all stages before its own, and where backward is not split, those still have their backward to do
-    when it has ended.
+    """Return a lower bound on the seconds of a pipeline.
+
+    A rank begins when the first micro-batch has passed all stages before its own. If backward is not split,
+    these stages still have to do their backward when the rank has ended.
     """
     cut, m = held.cut, space.accumulation
     split = np.where(splits_backward(space), 1 / 3, 1.0)
@@ -180,26 +189,24 @@ def least_ranks(
 
 
 def steady(space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds in which the busiest link carries what a pipeline's micro-batches send, in the blocks and
-    between the stages."""
-    return reduce(
-        np.maximum,
-        (_of_any_rank(busy, busy.blocks + busy.stages, space, held, links) for busy in links.busy.values()),
-    )
+    """Return the seconds in which the busiest link carries bytes of micro-batches, in blocks and between
+    stages."""
+    seconds = [
+        _of_busiest_rank(busy, busy.blocks + busy.stages, space, held, links) for busy in links.busy.values()
+    ]
+    return reduce(np.maximum, seconds)
 
 
 def _busiest(space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds of a step in which the busiest link carries bytes."""
-    return reduce(
-        np.maximum, (_of_any_rank(busy, busy.total, space, held, links) for busy in links.busy.values())
-    )
+    """Return the seconds of a step in which the busiest link carries bytes."""
+    seconds = [_of_busiest_rank(busy, busy.total, space, held, links) for busy in links.busy.values()]
+    return reduce(np.maximum, seconds)
 
 
-def _of_any_rank(busy: Busy, first: Array, space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds of a link: the first rank's, or those of a rank between the ends, which sends two ways for each
-    of its stages."""
-    messages = (
-        2 * held.cut.stages * space.accumulation / np.maximum(links.messages, 1.0)
-    )  # for each of the first rank's
+def _of_busiest_rank(busy: Busy, first: Array, space: Space, held: Holdings, links: Priced) -> Array:
+    """Return the seconds of a link: those of the first rank, or of a rank between the ends, which sends in
+    both directions for each of its stages."""
+    # Messages for each one of the first rank.
+    messages = 2 * held.cut.stages * space.accumulation / np.maximum(links.messages, 1.0)
     middle = held.cut.middle / held.cut.first * busy.blocks + messages * busy.stages
     return np.where(space.pipeline > 2, np.maximum(first, middle), first)

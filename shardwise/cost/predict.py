@@ -1,17 +1,16 @@
-"""The model of a step: seconds and bytes of every candidate, term by term.
+"""Predict a step: seconds and bytes of every candidate, term by term.
 
-A step is m micro-batches through the blocks of each pipeline rank, then the optimizer. The seconds of the
-slowest rank, with what the links add and nothing can hide, times m, and the bubble of the schedule:
+A step is m micro-batches through the blocks of each pipeline rank, and then the optimizer:
 
     total = m x (computing + exposed communication of a micro-batch on the slowest rank)
             + bubble + what runs once a step
 
-What is computed comes from `compute.py`. What is communicated comes from `traffic.py`: the flows that the
-ledger of a real run is held to, priced collective by collective (`price.py`); no volume is derived here. They
-are rank 0's, and every block of every rank sends what one of rank 0's does, so seconds inside blocks are
-taken for one block and micro-batch, whatever rank has it.
+`compute.py` gives the seconds of computing. Communication is the flows of `traffic.py`, which tests compare
+with the ledger of real runs; `price.py` gives their seconds. The flows are those of rank 0. Every block of
+every rank sends what a block of rank 0 sends, so seconds inside blocks are computed for one block and one
+micro-batch.
 
-*Exposed* is what is left of a collective after hiding behind the work beside it, which its flow names:
+The *exposed* part of a collective is what does not hide behind the work beside it, which its flow names:
 
 | flows                               | hide behind                                                        |
 | ----------------------------------- | ------------------------------------------------------------------ |
@@ -26,17 +25,18 @@ taken for one block and micro-batch, whatever rank has it.
 |                                     | while the pipeline fills and drains                                |
 | with the optimizer                  | nothing; those of the pipeline axis hide behind its draining       |
 
-Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it
-(`codec_work.py`). On a CPU what hides is the data axis' wait for a network. While both run, the computing is
-a little slower (`CONTENTION`), because collectives use the same memory and cores.
+If gradients are compressed, encoding and decoding are part of their flow, and hide with it on a GPU
+(`codec_work.py`). On a CPU only the data axis' wait for a network hides. While a collective hides, computing
+is a little slower (`CONTENTION`), because both use the same memory and cores.
 
-Nothing hides behind what takes less time than itself. Each flow has its own work to hide behind, but flows
-share links, so all of a link's bytes over its bandwidth are held against the whole step too: what they take
-longer is the term `links`. The link to the host hides nothing. How a pipeline's ranks, its links and what
-runs once a step come together is in `pipeline_time.py`.
+At most as much of a collective hides as the work beside it takes. Each flow has its own work to hide behind,
+but flows share links. So for each link, its bytes over its bandwidth are compared with the whole step too; if
+they take longer, the difference is the term `links`. Nothing hides transfers to the host. `pipeline_time.py`
+combines the ranks of a pipeline, its links and what runs once a step.
 
-Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what
-differs between devices is in `cost/clusters.py`, what differs between programs in `cost/software.py`.
+Every term is an array over the candidates of a `Space`. No constant here is fitted to a model or to a single
+measurement; what differs between devices is in `cost/clusters.py`, what differs between programs in
+`cost/software.py`.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01
-"""Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every
-doubling of their number (llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 % a
-doubling)."""
+"""Share of the computing that is lost for every doubling of the number of nodes, if all of them must arrive
+before a block can continue (llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 %
+per doubling)."""
 LOCKSTEP = 0.003
-"""The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
+"""The same for nodes that meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % per doubling)."""
 HOST_MEMORY = 2.0
-"""What a device's share of the host's memory moves at most in an update, over its link to the host (1.7 s a
-step, offloaded, on an H200)."""
+"""Largest bandwidth of a device's share of the host's memory in an update, over that of the device's link to
+the host (1.7 s a step, offloaded, on an H200)."""
 RING_BYTES = 46.0
-"""Traffic of merging one block of a ring into what was attended to before, for each query value, forward and
-backward (benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)."""
+"""Bytes moved per query value, forward and backward, to merge the attention to one block of a ring into the
+result (benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,11 @@ class Prediction:
     head_seconds: Array
     embedding_seconds: Array
     step: StepTerms
-    """All but what depends on how long the ranks of a pipeline take."""
+    """The parts of a step that do not depend on how long the ranks of a pipeline need for their stages."""
     least: Array
-    """Seconds of a step below which its schedule cannot be played, however its stages are cut; `total`
-    without a pipeline."""
+    """Lower bound on the seconds of a step, for any cut of the stages; `total` without a pipeline."""
     sent: dict[str, Array]
-    """Bytes of the collectives that were priced, of rank 0 in a step, by axis: those of its flows, and of its
-    ledger."""
+    """Bytes of rank 0's collectives in a step, by axis, as in its ledger."""
 
     @property
     def total(self) -> Array:
@@ -111,7 +109,7 @@ class Prediction:
 
 
 def predict(work: Workload, space: Space, cluster: Cluster, stack: Software = SHARDWISE) -> Prediction:
-    """Seconds and bytes of every candidate, worked out for as many at once as lie in a processor's cache."""
+    """Return the prediction of every candidate, computed for as many at a time as fit in a CPU's cache."""
     cluster = _emulating(work, cluster)
     _check_precision(work, cluster)
     parts = [_predict(work, part, cluster, stack) for part in space.parts()]
@@ -125,46 +123,43 @@ def _predict(work: Workload, space: Space, cluster: Cluster, stack: Software) ->
     m, layers = space.accumulation.astype(float), float(work.model.layers)
     per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
-    # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting
-    # kernels adds.
+    # One micro-batch in one block, (candidates,) each: computing, exposed communication, starting kernels.
     repeated = _repeated(work, block, space, stack)
     host = _host(work, space, cluster, stack)
     computing = block.forward + block.backward + repeated
-    tensor = _Tensor.of(work, links, per_block, space, cluster, stack, computing, host)
+    tensor = _tensor(work, links, per_block, space, cluster, stack, computing, host)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
-    expert = _Exchanges.of(links, per_block, cluster, stack)
+    expert = _expert(links, per_block, cluster, stack)
     data = _data_each(space, cluster, stack, block, repeated, tensor, expert, links, per_block)
     waits = {axis: share * computing for axis, share in _waits(space, cluster, links).items()}
     layer = computing + tensor.block + context + expert.block + data + total(waits)
     launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
 
-    # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head,
-    # and what they send hides in the waits for the ranks between.
+    # One micro-batch in the embedding and the head. If different ranks of a pipeline have them, their
+    # collectives hide in the waits for the ranks between.
     both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
-    tensor_ends = both * tensor.ends / m
+    tensor_ends = both * _shown(stack, cluster) * links.seconds("tensor", "ends") / m
     data_ends = both * _exposed(links, "data", "ends", 1 / m, products, stack)
     lookup = compute.embedding(work, space, cluster)
     embedding, head = lookup + tensor_ends + data_ends, products + loss
 
-    # The whole step on an average pipeline rank; what the slowest takes longer is `imbalance`, and what it
-    # waits is `bubble`.
+    # The whole step on an average pipeline rank. The additional seconds of the slowest rank are `imbalance`,
+    # and its waits are `bubble`.
     passes, edges = m * layers / space.pipeline, m / space.pipeline
     slowest, average = _slowest(layer, embedding, head, held, space, layers)
-    narrow = _float8_numbers(work, space, held)
-    looking = compute.streamed(
-        BYTES[work.state_dtype] * narrow * held.sharded / held.parameters, space, cluster
-    )
+    in_float8 = _float8_weights(work, space, held)
+    read_for_maxima = BYTES[work.state_dtype] * in_float8 * held.sharded / held.parameters
     terms = {
         "matmul": passes * 3 * block.matmul + edges * products,
         "attention": passes * (block.attention + block.attention_backward),
         "elementwise": passes * (block.elementwise + block.elementwise_backward)
         + edges * (lookup + loss)
-        + _accumulate(work, space, cluster, stack, held, narrow)
-        + looking,
+        + _accumulate(work, space, cluster, stack, held, in_float8)
+        + compute.streamed(read_for_maxima, space, cluster),
         "launch": passes * launch + cluster.device.launch * stack.step_kernels * layers / space.pipeline,
         "recompute": passes * repeated,
-        "optimizer": _optimizer(work, space, cluster, stack, held),
+        "optimizer": _optimizer(work, space, cluster, held),
         "tensor": passes * (tensor.block + waits["tensor"])
         + edges * tensor_ends
         + links.seconds("tensor", "step"),
@@ -188,7 +183,7 @@ def _predict(work: Workload, space: Space, cluster: Cluster, stack: Software) ->
 
 
 def _emulating(work: Workload, cluster: Cluster) -> Cluster:
-    """Return the cluster with a float8 speed for CPUs, which multiply float8 numbers in float32."""
+    """Return the cluster with a speed in float8 for CPUs, which multiply float8 numbers in float32."""
     device = cluster.device
     if work.precision != "float8" or cluster.device_type != "cpu" or "float8" in device.peak:
         return cluster
@@ -197,7 +192,7 @@ def _emulating(work: Workload, cluster: Cluster) -> Cluster:
 
 
 def _check_precision(work: Workload, cluster: Cluster) -> None:
-    """Raise an error if the device's speed in the job's precision is unknown."""
+    """Raises an error if the device's speed in the job's precision is unknown."""
     if work.precision not in cluster.device.peak:
         known = ", ".join(name for name in get_args(Precision) if name in cluster.device.peak)
         raise UserError(
@@ -207,7 +202,7 @@ def _check_precision(work: Workload, cluster: Cluster) -> None:
 
 
 def _repeated(work: Workload, block: compute.BlockSeconds, space: Space, stack: Software) -> Array:
-    """Seconds of forward work done again in backward, in one block."""
+    """Return the seconds of forward work that backward repeats in one block."""
     selective = (
         stack.selective_matmul * block.matmul
         + stack.selective_attention * block.attention
@@ -215,121 +210,109 @@ def _repeated(work: Workload, block: compute.BlockSeconds, space: Space, stack: 
     )
     full = block.forward - (0.0 if stack.recompute_all else block.last)
     model, attention = work.model, full
-    if (
-        model.experts
-    ):  # which are kept; of attention and of shared experts all but the last product. Weights by their inputs
-        heads, wide = model.heads * model.head_dim, 2 if model.gated else 1
-        again = heads + 2 * model.kv_heads * model.head_dim + wide * model.expert_width * model.shared_experts
-        ends = heads + model.expert_width * model.shared_experts
-        routed = (1 + wide) * model.expert_width * model.experts_per_token + model.experts
-        attention = block.matmul * again / (again + ends + routed) + block.attention + block.elementwise
+    if model.experts:
+        # Products of routed experts are kept. Of attention and of shared experts, all but the last product
+        # are repeated. The number of weights is in units of the hidden width.
+        heads, inputs = model.heads * model.head_dim, 2 if model.gated else 1
+        shared = model.expert_width * model.shared_experts
+        again = heads + 2 * model.kv_heads * model.head_dim + inputs * shared
+        routed = (1 + inputs) * model.expert_width * model.experts_per_token + model.experts
+        share = again / (again + heads + shared + routed)
+        attention = block.matmul * share + block.attention + block.elementwise
     if model.attention_softcap is None:
         attention = attention - block.attention
     return np.choose(space.recompute, [np.zeros_like(full), selective, attention, full])
 
 
 def _host(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Array:
-    """Seconds in which the host starts the kernels of a block and micro-batch."""
+    """Return the seconds in which the host starts the kernels of one block for one micro-batch."""
     return cluster.device.launch * _kernels(work, space, stack, stack.starts)
 
 
 def _kernels(work: Workload, space: Space, stack: Software, starts: float = 1.0) -> Array:
-    """Kernels of a block and micro-batch, forward and backward; those of the block itself `starts` times."""
+    """Return the number of kernels of one block for one micro-batch, in both passes. Those of the block
+    itself count `starts` times."""
     full = np.where(makes_blocks_again(work, space), 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
-    outside = (
-        stack.micro_batch_kernels * space.pipeline / work.model.layers
-        + stack.collective_kernels * collectives
-    )
-    kernels: Array = (stack.kernels * starts + routing) * (3 + full) + starts * float8_kernels(work) + outside
+    of_block = (stack.kernels * starts + routing) * (3 + full) + starts * float8_kernels(work)
+    of_micro_batch = stack.micro_batch_kernels * space.pipeline / work.model.layers
+    kernels: Array = of_block + of_micro_batch + stack.collective_kernels * collectives
     return kernels
 
 
 def _launch(
     work: Workload, space: Space, cluster: Cluster, stack: Software, layer: Array, host: Array
 ) -> Array:
-    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between
-    kernels, or what the host takes longer than the device; all of the host's work where one core does
-    both.
+    """Return the seconds that starting kernels adds to one block for one micro-batch.
+
+    On a GPU these are the rests between kernels, or the time by which the host needs longer than the device
+    (`layer`). On a CPU, where the same core does both, they are all of the host's work.
     """
-    return (
-        np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer)
-        if cluster.device.overlap
-        else host
-    )
+    if not cluster.device.overlap:
+        return host
+    return np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer)
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """Exposed seconds of the tensor axis: in one block's forward and backward, and at the ends of the model
-    in a whole step."""
-
-    forward: Array
-    backward: Array
-    ends: Array
-
-    @property
-    def block(self) -> Array:
-        """Exposed seconds of both passes of a block."""
-        return self.forward + self.backward
-
-    @classmethod
-    def of(
-        cls,
-        work: Workload,
-        links: Priced,
-        per_block: Array,
-        space: Space,
-        cluster: Cluster,
-        stack: Software,
-        computing: Array,
-        host: Array,
-    ) -> _Tensor:
-        """What the program does not hide, and in a pipeline what its hosts, which cannot run ahead there,
-        take longer to start a block and to meet for its collectives than the device to compute it; half of
-        that in each pass."""
-        shown = 1 - stack.overlap_tensor * cluster.device.overlap
-        forward, backward = (
-            shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward")
-        )
-        calls = np.where(makes_blocks_again(work, space), 12.0, 8.0)
-        meeting = host + stack.pipeline_jitter * space.tensor * calls
-        late = np.maximum(meeting - computing - forward - backward, 0.0)
-        late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)
-        return cls(forward + late / 2, backward + late / 2, shown * links.seconds("tensor", "ends"))
-
-
-@dataclass(frozen=True)
-class _Exchanges:
-    """Exposed seconds of the experts' exchanges in one block."""
+class _Exposed:
+    """Exposed seconds of an axis in one block for one micro-batch."""
 
     forward: Array
     backward: Array
 
     @property
     def block(self) -> Array:
-        """Exposed seconds of both passes of a block."""
+        """Exposed seconds of both passes."""
         return self.forward + self.backward
 
-    @classmethod
-    def of(cls, links: Priced, per_block: Array, cluster: Cluster, stack: Software) -> _Exchanges:
-        """Return the seconds that the program does not hide behind another micro-batch."""
-        shown = (1 - stack.overlap_expert * cluster.device.overlap) * per_block
-        return cls(shown * links.seconds("expert", "forward"), shown * links.seconds("expert", "backward"))
+
+def _shown(stack: Software, cluster: Cluster) -> float:
+    """Return the share of the tensor axis' collectives that the program does not hide."""
+    return 1 - stack.overlap_tensor * cluster.device.overlap
+
+
+def _tensor(
+    work: Workload,
+    links: Priced,
+    per_block: Array,
+    space: Space,
+    cluster: Cluster,
+    stack: Software,
+    computing: Array,
+    host: Array,
+) -> _Exposed:
+    """Return the exposed seconds of the tensor axis.
+
+    In a pipeline the hosts cannot run ahead. There the result includes the time by which the hosts need
+    longer to start a block and to meet for its collectives than the device to compute it, half in each pass.
+    """
+    shown = _shown(stack, cluster) * per_block
+    forward, backward = (shown * links.seconds("tensor", when) for when in ("forward", "backward"))
+    calls = np.where(makes_blocks_again(work, space), 12.0, 8.0)
+    meeting = host + stack.pipeline_jitter * space.tensor * calls
+    late = np.maximum(meeting - computing - forward - backward, 0.0)
+    late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)
+    return _Exposed(forward + late / 2, backward + late / 2)
+
+
+def _expert(links: Priced, per_block: Array, cluster: Cluster, stack: Software) -> _Exposed:
+    """Return the seconds of experts' exchanges that the program does not hide behind another micro-batch."""
+    shown = (1 - stack.overlap_expert * cluster.device.overlap) * per_block
+    return _Exposed(shown * links.seconds("expert", "forward"), shown * links.seconds("expert", "backward"))
 
 
 def _context(
     work: Workload, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array
 ) -> Array:
-    """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to
-    those it has, and merges what it attended to; Ulysses sends queries, keys, values and outputs to their
-    heads and back, and waits.
+    """Return the exposed seconds of the context axis in one block, of which `sent` are communication.
+
+    A ring passes keys and values on while it attends to those that it has, and merges the results. Ulysses
+    exchanges queries, keys, values and outputs, and waits.
     """
     model, tokens = work.model, tokens_here(work, space)
-    beside = (
-        (block.attention + block.attention_backward) * (space.context - 1) / space.context
-    )  # the last part comes from nobody
+    # No message runs beside the attention to the last part.
+    beside = (block.attention + block.attention_backward) * (space.context - 1) / space.context
     merged = space.context * tokens * model.heads / space.tensor * model.head_dim * RING_BYTES
     ring = sent - np.minimum(sent, beside) * cluster.device.overlap + compute.streamed(merged, space, cluster)
     return np.where(_rings(space), ring, sent)
@@ -342,28 +325,27 @@ def _rings(space: Space) -> Bools:
 
 def _data_each(
     space: Space, cluster: Cluster, stack: Software, block: compute.BlockSeconds, repeated: Array,
-    tensor: _Tensor,
-    expert: _Exchanges, links: Priced, per_block: Array,
+    tensor: _Exposed, expert: _Exposed, links: Priced, per_block: Array,
 ) -> Array:  # fmt: skip
-    """Exposed seconds of the data axis in a block, for each micro-batch. Attention in a ring has its own
-    messages beside it, and a CPU worker sends those of the tensor axis and of experts over the same
-    network."""
-    idle, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
-    forward = (
-        block.matmul + block.elementwise + idle * block.attention + others * (tensor.forward + expert.forward)
-    )
-    backward = 2 * block.matmul + block.elementwise_backward + idle * block.attention_backward + repeated
+    """Return the exposed seconds of the data axis in a block, for each micro-batch.
+
+    The data axis does not hide behind attention in a ring, which has its own messages. On a CPU worker it
+    does not hide behind collectives of the tensor axis and of experts, which use the same network.
+    """
+    attends, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
+    forward = block.matmul + block.elementwise + attends * block.attention
+    forward = forward + others * (tensor.forward + expert.forward)
+    backward = 2 * block.matmul + block.elementwise_backward + attends * block.attention_backward + repeated
     backward = backward + others * (tensor.backward + expert.backward)
-    return _exposed(links, "data", "forward", per_block, forward, stack) + _exposed(
-        links, "data", "backward", per_block, backward, stack
-    )
+    exposed_forward = _exposed(links, "data", "forward", per_block, forward, stack)
+    return exposed_forward + _exposed(links, "data", "backward", per_block, backward, stack)
 
 
 def _waits(space: Space, cluster: Cluster, links: Priced) -> dict[str, Array]:
-    """Share of a block's computing for which devices wait for the slowest node, by the term it is part of.
+    """Return the share of a block's computing for which devices wait for the slowest node, by term.
 
     Devices that gather a block's weights wait once in every pass, those of the tensor axis five times, and
-    those of a ring for a neighbour alone. All devices of a run meet once a step. That wait is part of the
+    those of a ring only for a neighbour. All devices of a run meet once a step. That wait is part of the
     outermost axis that has more than one device, so an axis of one device never has seconds.
     """
 
@@ -388,17 +370,21 @@ def _waits(space: Space, cluster: Cluster, links: Priced) -> dict[str, Array]:
 def _exposed(
     links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Software
 ) -> Array:
-    """What is left of an axis' communication, scaled from that of a step, beside so much work, and what it
-    slows that work by."""
+    """Return the seconds that an axis adds to this work: what is exposed, and what the rest slows it by.
+
+    `scale` converts the seconds of a step to those that run beside the work.
+    """
     return exposed(links.seconds(axis, when) * scale, links.beside(axis, when) * scale, work, stack)
 
 
 def _accumulate(
-    work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings, narrow: Array | float
+    work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings, in_float8: Array | float
 ) -> Array:
-    """Seconds of adding up gradients and of casting weights, in every micro-batch. In float8, `narrow` of
-    them are cast to that by their blocks; compiled ones cast the others twice instead of keeping them
-    (`recompute_casts`)."""
+    """Return the seconds of adding up gradients and of casting weights in all micro-batches.
+
+    Blocks cast `in_float8` of the weights to float8 themselves. Compiled blocks cast the others twice instead
+    of keeping the copies (`recompute_casts`).
+    """
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     engine = engine_of(space, work.model.experts)
     whole = (
@@ -407,29 +393,30 @@ def _accumulate(
         | ((engine.zero == 1) & stack.keeps_gradients)
     )
     added = np.where(whole, held.parameters, held.sharded)
-    wide = (
-        held.parameters
-        if work.float8 is None
-        else 2 * np.maximum(held.parameters - held.first_edge - narrow, 0.0)
-    )
-    cast = np.where(engine.zero == 0, wide, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
-    return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
+    casts = held.parameters
+    if work.float8 is not None:
+        casts = 2 * np.maximum(held.parameters - held.first_edge - in_float8, 0.0)
+    cast_bytes = np.where(engine.zero == 0, casts, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
+    return space.accumulation * compute.streamed(adding * added + cast_bytes, space, cluster)
 
 
-def _float8_numbers(work: Workload, space: Space, held: Holdings) -> Array | float:
-    """Weights of shardwise's products in float8 on the first pipeline rank, before ZeRO. Their largest
-    magnitudes are taken after each step."""
+def _float8_weights(work: Workload, space: Space, held: Holdings) -> Array | float:
+    """Return the number of weights of products in float8 on the first pipeline rank, before ZeRO.
+
+    Their largest magnitudes are computed after each step.
+    """
     if work.float8 is None:
         return 0.0
-    numbers = held.cut.first * float8_weights(work, products_of(work, space))
+    weights = held.cut.first * float8_weights(work, products_of(work, space))
     if not work.float8.head:
-        return numbers
-    here = (space.pipeline == 1) | held.cut.folded
-    return numbers + np.where(here, work.model.vocabulary * work.model.hidden / space.tensor, 0.0)
+        return weights
+    has_head = (space.pipeline == 1) | held.cut.folded
+    return weights + np.where(has_head, work.model.vocabulary * work.model.hidden / space.tensor, 0.0)
 
 
-def _optimizer(work: Workload, space: Space, cluster: Cluster, stack: Software, held: Holdings) -> Array:
-    """Seconds of the update, and of the norm that is taken before: what the optimizer says it moves."""
+def _optimizer(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
+    """Return the seconds of the update, with the norm before it, by the bytes that the optimizer says it
+    moves."""
     width, rounds = BYTES[work.state_dtype], work.state_dtype == "bfloat16"
     compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
     moved = np.where(
@@ -443,7 +430,7 @@ def _optimizer(work: Workload, space: Space, cluster: Cluster, stack: Software, 
 def _slowest(
     layer: Array, embedding: Array, head: Array, held: Holdings, space: Space, layers: float
 ) -> tuple[Array, Array]:
-    """Seconds of a micro-batch on the slowest pipeline rank, and on average."""
+    """Return the seconds of a micro-batch on the slowest pipeline rank, and on average."""
     alone = space.pipeline == 1
     first = held.cut.first * layer + embedding + np.where(held.cut.folded, head, 0.0)
     last = np.where(held.cut.folded, 0.0, held.cut.last * layer + head)
@@ -454,8 +441,8 @@ def _slowest(
 
 
 def _offload(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices
-    of a node share what that memory moves."""
+    """Return the seconds of moving weights from the host's memory and gradients to it, and of the update
+    there. The devices of a node share the bandwidth of that memory."""
     share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)
     link = cluster.device.host_bandwidth
     moved = 8.0 * held.sharded * (1 + space.accumulation) / np.minimum(link, share)

@@ -1,13 +1,13 @@
-"""Flows in seconds: what each collective takes on a cluster, by itself, before anything hides it.
+"""The seconds of flows on a cluster, before anything hides them.
 
-A collective's seconds are linear in its bytes (`collectives.py`): count x alpha + bytes x beta. Alpha and
-beta depend on the kind and on the group alone, so they are worked out once for each grid of devices and
-looked up. What a codec does around the collectives of a compressed sum (`codec_work.py`) is part of their
-seconds: one comes after the other.
+The seconds of a collective are linear in its bytes (`collectives.py`): count x alpha + bytes x beta. Alpha
+and beta depend only on the kind and on the group, so they are computed once for each grid of devices and
+looked up. The work of the codec of a compressed sum (`codec_work.py`) is added: it cannot overlap with its
+own collective.
 
-Of these seconds some may pass beside computing: on a GPU all. A CPU's cores carry messages themselves where
-both ends are on one host, and copy and encode them everywhere, and cannot compute meanwhile; but a network
-they wait for, and where the program does not stand still meanwhile (comm/hooks.py) they compute.
+Part of these seconds may pass beside computing. On a GPU this is all of them. On a CPU the cores themselves
+encode and copy messages, and carry those inside a host, and cannot compute meanwhile. While they wait for a
+network between hosts they can compute, unless the program waits too (comm/hooks.py).
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ _BLOCKS: tuple[When, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of a step in which rank 0's part of a link carries bytes: no step is shorter, whatever hides
-    behind what."""
+    """Seconds of a step in which rank 0's part of a link carries bytes. No step is shorter than that."""
 
     blocks: Array
-    """Seconds in the passes through blocks, which every pipeline rank has."""
+    """Seconds in passes through blocks, which every pipeline rank has."""
     stages: Array
     """Seconds of messages between stages."""
     rest: Array
@@ -58,7 +57,7 @@ class Priced:
     messages: Array
     """Number of messages between stages that rank 0 sends in a step."""
     busy: dict[str, Busy]
-    """Busy seconds by link: inside the node, and of the network card."""
+    """Busy seconds by link, "inside" the node and "between" nodes."""
     _seconds: dict[tuple[str, When], Array]
     _beside: dict[tuple[str, When], Array]
 
@@ -94,9 +93,9 @@ def price(sent: Sequence[Flow], work: Workload, space: Space, cluster: Cluster) 
     grids, index = space.grids
     groups: dict[str, Group] = {}
     none = np.zeros(len(space))
-    of_bytes, message, messages = dict.fromkeys(AXES, none), none, none
-    of_links = {link: dict.fromkeys(("blocks", "stages", "rest"), none) for link in LINKS}
-    of_seconds, of_beside = dict[tuple[str, When], Array](), dict[tuple[str, When], Array]()
+    bytes_by_axis, message, messages = dict.fromkeys(AXES, none), none, none
+    busy_by_link = {link: dict.fromkeys(("blocks", "stages", "rest"), none) for link in LINKS}
+    all_seconds, all_beside = dict[tuple[str, When], Array](), dict[tuple[str, When], Array]()
     for flow in sent:
         if flow.axis not in groups:
             groups[flow.axis] = group_of(flow.axis, grids, cluster)
@@ -108,27 +107,30 @@ def price(sent: Sequence[Flow], work: Workload, space: Space, cluster: Cluster) 
             seconds = seconds + codec_work.seconds(flow.codec_work, space, cluster)
         beside = cluster.device.overlap * seconds
         if cluster.device_type == "cpu":
-            beside = np.where((take(group.nodes, index) > 1) & _goes_on(flow, work, space), wire, beside)
+            computes = (take(group.nodes, index) > 1) & _computes_beside(flow, work, space)
+            beside = np.where(computes, wire, beside)
         if flow.when == "pipeline":
             message, messages = seconds / np.maximum(flow.count, 1.0), flow.count
         part = "blocks" if flow.when in _BLOCKS else "stages" if flow.when == "pipeline" else "rest"
-        for link, each in busy_links(flow.kind, group, cluster, beta, flow.copies).items():
-            if each.any():
-                of_links[link][part] = of_links[link][part] + flow.bytes * take(each, index)
+        for link, per_byte in busy_links(flow.kind, group, cluster, beta, flow.copies).items():
+            if per_byte.any():
+                busy_by_link[link][part] = busy_by_link[link][part] + flow.bytes * take(per_byte, index)
         axis = axis_of(flow)
         key = axis, flow.when
-        of_bytes[axis] = of_bytes[axis] + flow.bytes
-        of_seconds[key] = of_seconds.get(key, none) + seconds
-        of_beside[key] = of_beside.get(key, none) + beside
-    busy = {link: Busy(**parts) for link, parts in of_links.items()}
-    return Priced(of_bytes, message, messages, busy, of_seconds, of_beside)
+        bytes_by_axis[axis] = bytes_by_axis[axis] + flow.bytes
+        all_seconds[key] = all_seconds.get(key, none) + seconds
+        all_beside[key] = all_beside.get(key, none) + beside
+    busy = {link: Busy(**parts) for link, parts in busy_by_link.items()}
+    return Priced(bytes_by_axis, message, messages, busy, all_seconds, all_beside)
 
 
-def _goes_on(flow: Flow, work: Workload, space: Space) -> Bools:
-    """Whether a CPU worker computes while this flow of the data axis is under way: FSDP2 waits for gathers
-    that are encoded or kept nearby, and where copies are summed after shards for both sums."""
+def _computes_beside(flow: Flow, work: Workload, space: Space) -> Bools:
+    """Return whether a CPU worker computes while this flow of the data axis runs.
+
+    FSDP2 waits for gathers that are encoded or kept nearby. With replicas it waits for both sums.
+    """
     if flow.kind == "all_gather" and flow.codec_work is None:
         return np.full(len(space), work.gathers is None)
     engine = engine_of(space, work.model.experts)
-    goes_on: Bools = (engine.replicated == 1) | ((engine.zero > 0) & (space.replica == 1))
-    return goes_on
+    computes: Bools = (engine.replicated == 1) | ((engine.zero > 0) & (space.replica == 1))
+    return computes

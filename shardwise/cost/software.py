@@ -1,9 +1,9 @@
-"""How a training program does its work, as far as time and memory depend on it.
+"""Facts about a training program on which time and memory depend.
 
-The planner predicts shardwise; held against other people's measurements it must know what their programs do
-differently: kernels fused or not, gradients held in 2 or 4 bytes, what overlaps with what. These are facts
-about software, read from its source or documentation; there is one Software for a program, and no figure in
-it depends on a model, a row or a cluster.
+The planner predicts shardwise. To compare it with published measurements of other programs, it must know what
+those do differently: whether kernels are fused, whether gradients have 2 or 4 bytes, what overlaps with what.
+Each program has one `Software`, read from its source or documentation. No figure in it depends on a model, a
+measurement or a cluster.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ class Software:
 
     name: str
     elementwise: float = 1.0
-    """Traffic of the memory-bound kernels of a block, relative to a compiled block (norms, activation,
-    rotary, residuals fused)."""
+    """Traffic of the memory-bound kernels of a block, relative to a compiled block, in which norms,
+    activation, rotary embeddings and residuals are fused."""
     kernels: float = 30.0
     """Kernels started for the forward pass of a block; backward starts twice as many."""
     starts: float = 1.0
-    """Host time of one of them, in launches: autograd and the compiler's guards run beside the launch
-    itself."""
+    """Host time of one of these kernels, in launches: autograd and the guards of compiled code take time
+    too."""
     kernel_gap: float = 0.0
-    """Seconds that a GPU rests between two kernels; where it is 0, the other figures have it in them."""
+    """Seconds that a GPU rests between two kernels; 0 if the other figures contain it."""
     expert_kernels: float = 150.0
     """Kernels that experts add to a block: routing, sorting, and waiting for the counts."""
     collective_kernels: float = 3.0
-    """Time to start a collective, in kernels."""
+    """Host time to start a collective, in kernels."""
     pipeline_jitter: float = 0.0
-    """Seconds by which each member of a tensor group delays its collectives, where a pipeline's messages keep
-    hosts from running ahead."""
+    """Seconds by which each member of a tensor group delays its collectives, if the messages of a pipeline
+    keep hosts from running ahead."""
     micro_batch_kernels: float = 100.0
     """Kernels started for a micro-batch outside of the blocks."""
     step_kernels: float = 0.0
     """Kernels that the optimizer starts per block."""
     flash: bool = True
-    """Attention without a matrix of scores in memory."""
+    """Whether attention keeps no matrix of scores in memory."""
     native_attention: bool = True
-    """Attention by kernels written for the device."""
+    """Whether the kernels of attention were written for the device."""
     sequence_parallel: bool = True
-    """Tensor devices also share the tokens outside of the matrices."""
+    """Whether tensor devices also share the tokens outside of the matrices."""
     gradient_bytes: float = 4.0
     """Bytes of one element of a gradient between micro-batches."""
     reduce_bytes: float = 4.0
@@ -60,33 +60,35 @@ class Software:
     overlap_expert: float = 0.0
     """Share of the experts' exchanges that may hide behind computing for another micro-batch."""
     once_to_node: bool = False
-    """A token goes to each node that has experts for it once, and is copied there (DeepEP); else once to each
-    expert."""
+    """Whether a token goes once to each node that has experts for it, and is copied there (DeepEP); otherwise
+    once to each expert."""
     gathers_after: int = 0
-    """Weights of a block gathered one by one after the optimizer's step under zero 1 and 2; 0: together,
-    behind the next forward."""
+    """Number of gathers per block, one for each weight, after the optimizer's step under zero 1 and 2. 0: the
+    weights of a block are gathered together, behind the next forward."""
     reduce_each: bool = False
-    """Gradients are reduced in every micro-batch under zero 1 and 2 also."""
+    """Whether gradients are reduced in every micro-batch under zero 1 too."""
     buckets: bool = False
-    """Unsharded gradients are summed in the buckets of torch's DistributedDataParallel; else block by
-    block."""
+    """Whether unsharded gradients are summed in the buckets of torch's DistributedDataParallel; otherwise
+    block by block."""
     whole_experts: bool = False
-    """Shards of experts are whole experts, padded until they divide (FSDP2); else equal parts of all."""
+    """Whether shards of experts are whole experts, padded until they divide (FSDP2); otherwise equal parts of
+    all experts."""
     wide_routers: bool = False
-    """Routers of experts are computed with in the dtype of sums, and gathered by themselves; else as the rest
-    of their block."""
+    """Whether routers of experts are used in the dtype of sums and gathered separately; otherwise like the
+    rest of their block."""
     fragmentation: float = 1.0
     """Memory reserved over memory allocated."""
     overlap_sends: float = 1.0
     """Share of the messages between pipeline stages that the program does not wait for."""
     gathers_again: bool = True
-    """Backward gathers the inputs of a block's products again over the tensor axis, instead of keeping
-    them."""
+    """Whether backward gathers the inputs of a block's products over the tensor axis again, instead of
+    keeping them."""
     selective_repeats: float = 0.0
     """Share of forward's tensor collectives that selective recomputation repeats."""
     selective_matmul: float = 0.0
-    """Share of the products that selective recomputation does again."""
+    """Share of the products that selective recomputation repeats."""
     selective_attention: float = 0.0
+    """Share of attention that selective recomputation repeats."""
     selective_kept: float = 1.0
     """Share of the products' outputs that selective recomputation keeps."""
     inputs_kept: float = 0.0
@@ -94,22 +96,24 @@ class Software:
     whole_inputs: float = 2.0
     """Number of gathered inputs of a block that exist at once."""
     recompute_all: bool = False
-    """Full recomputation also does a block's last product again, whose output backward does not need."""
+    """Whether full recomputation repeats a block's last product too, although backward does not need its
+    output."""
     loss_traffic: float = 14.0
     """Bytes moved for each logit."""
     cast_bytes: float = 6.0
-    """Bytes moved for each weight and micro-batch to have it in the computing dtype, where it is not
-    gathered."""
+    """Bytes moved in each micro-batch to cast an element of a weight that is not gathered."""
     cast_held: float = 2.0
-    """Bytes of those copies that backward still needs, where weights are not gathered."""
+    """Bytes of that copy which backward still needs."""
     balanced: bool = True
-    """Pipeline stages are cut by cost, the last one having the head; else into equal numbers of blocks."""
+    """Whether pipeline stages are cut by cost, including that of the head; otherwise into equal numbers of
+    blocks."""
     one_copy: bool = True
-    """An unsharded weight is stored once, in the state's dtype; else also in the computing dtype."""
+    """Whether an unsharded weight is stored once, in the dtype of states; otherwise also in that of
+    computation."""
     keeps_gradients: bool = False
-    """Whole gradients stay allocated under zero = 1 whatever the number of micro-batches."""
+    """Whether whole gradients stay allocated under zero = 1 for any number of micro-batches."""
     shard_inputs: bool = False
-    """Recomputed blocks keep their input cut over the tensor axis."""
+    """Whether recomputed blocks keep their input split over the tensor axis."""
 
 
 SHARDWISE = Software(
@@ -126,6 +130,6 @@ SHARDWISE = Software(
     whole_experts=True,
     wide_routers=True,
 )
-"""Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and
-backward. Starts and gaps from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take
-1.5 to 2.5 us a kernel longer than their kernels."""
+"""The number of kernels is from a profile of one step (benchmarks/planner_gpu.py): 240 for both passes of a
+block. Starts and gaps are fitted to steps of gpt2, whose time the host decides, and of qwen3-0.6b and 4b,
+which take 1.5 to 2.5 us more per kernel than the kernels themselves."""

@@ -1,12 +1,12 @@
-"""What is to be computed, and the layouts it could be computed under, as arrays: one entry a candidate.
+"""What a step computes (`Workload`), and the candidates for its layout (`Space`), one array entry for each.
 
 The planner costs every candidate at once. A `Space` has one NumPy array for each choice, all of one length,
 so a formula that reads like the one in a paper (`tokens * hidden / tensor`) runs over a million candidates in
 milliseconds.
 
-Candidates come in families: some twenty share a layout and differ in the micro-batch and in recomputation
-alone, some hundreds share a grid of devices. What follows from the layout or from the grid alone is worked
-out once for each of those (`layouts`, `grids`) and looked up by index, in a tenth of the time.
+About twenty candidates share a layout and differ only in the micro-batch and in recomputation; some hundreds
+share a grid of devices. What follows from the layout or from the grid alone is computed once for each of
+those (`layouts`, `grids`) and looked up by index, in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ Values = TypeVar("Values")
 
 RECOMPUTE = get_args(Recompute)
 NONE, SELECTIVE, BUT_ATTENTION, FULL = range(4)
-"""In the order of what is computed again: nothing, what lies between products, all but attention, all."""
+"""Indices in RECOMPUTE, in the order of what is recomputed: nothing, what is between products, all but
+attention, everything."""
 AT_ONCE = 2**14
-"""Candidates whose arrays lie in a processor's cache together."""
+"""Number of candidates whose arrays fit together in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Workload:
     state_dtype: str = "float32"
     reduce_dtype: str = "float32"
     stages: tuple[int, ...] | None = None
-    """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many
-    stages."""
+    """Number of blocks of each pipeline stage, if given by hand; for candidates with as many stages."""
     compile: bool | str = "auto"
     """Value of the setting `train.compile`."""
     compression: SumCompression | None = None
@@ -73,13 +73,13 @@ class Workload:
     cast: tuple[str, ...] = ()
     """Weights that are gathered in 8 bits, by their names in a block."""
     float8: Float8Shares | None = None
-    """Which products are made in float8, as shardwise makes them. None: none, or by another program, which
-    makes all of a block so, and leaves the head in bfloat16."""
+    """Which products shardwise computes in float8. None: no product is in float8, or another program has all
+    products of blocks in float8 and the head in bfloat16."""
     optimizer: Optimizer = field(default_factory=lambda: from_table({}))
-    """It says how many states are kept of each parameter, and what an update moves."""
+    """Optimizer, which knows how many states each parameter has and how many bytes an update moves."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
-        """Return the blocks of each of this many stages: as given by hand, or cut by cost."""
+        """Return the number of blocks of each of this many stages: as given by hand, or cut by cost."""
         if self.stages is not None and len(self.stages) == stages:
             return self.stages
         return _cut(self.model, self.sequence_length, stages)
@@ -97,8 +97,8 @@ def _cut(model: Model, length: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Space:
-    """Candidates. Every field is an array of one length; `schedule`, `recompute` are places in SCHEDULES and
-    RECOMPUTE."""
+    """Candidates. Every field is an array of one length. `schedule` and `recompute` are indices in SCHEDULES
+    and RECOMPUTE."""
 
     pipeline: Ints
     replica: Ints
@@ -109,7 +109,7 @@ class Space:
     zero: Ints
     micro_batch: Ints
     accumulation: Ints
-    """Micro-batches of one step on one device (or one pipeline)."""
+    """Number of micro-batches of one step on one device (or one pipeline)."""
     schedule: Ints
     stages_per_rank: Ints
     recompute: Ints
@@ -122,21 +122,16 @@ class Space:
 
     @cached_property
     def layouts(self) -> tuple[Space, Ints]:
-        """The distinct layouts among the candidates, and for each candidate the index of its own. Here they
-        have one micro-batch of one sequence, and recompute nothing.
-        """
-        names = [
-            field.name
-            for field in fields(self)
-            if field.name not in ("micro_batch", "accumulation", "recompute")
-        ]
+        """The distinct layouts among the candidates, and for each candidate the index of its layout. These
+        layouts have one micro-batch of one sequence, and recompute nothing."""
+        names = {field.name for field in fields(self)} - {"micro_batch", "accumulation", "recompute"}
         first, index = distinct([getattr(self, name) for name in names])
         ones, zeros = np.ones(len(first), np.int64), np.zeros(len(first), np.int64)
         return replace(self.take(first), micro_batch=ones, accumulation=ones, recompute=zeros), index
 
     @cached_property
     def grids(self) -> tuple[Space, Ints]:
-        """One candidate for each distinct grid of devices, and for each candidate the index of its own."""
+        """One candidate for each distinct grid of devices, and for each candidate the index of its grid."""
         first, index = distinct([getattr(self, name) for name in AXES])
         return self.take(first), index
 
@@ -155,8 +150,7 @@ class Space:
         return take(self, index)
 
     def parts(self) -> Iterator[Space]:
-        """The candidates in order, as many at a time as lie in a processor's cache; none are one empty
-        part."""
+        """Yield the candidates in order, `AT_ONCE` at a time. Without candidates, yield one empty part."""
         for start in range(0, max(len(self), 1), AT_ONCE):
             yield self.take(slice(start, start + AT_ONCE))
 
@@ -180,21 +174,20 @@ class Space:
 
 
 def space_of(rows: Sequence[dict[str, int]]) -> Space:
-    """Candidates from one dictionary each; what is left out is 1, or 0 where that means none."""
+    """Return candidates from one dictionary each. Degrees and counts that are left out are 1, other fields
+    0."""
     ones = {*AXES, "micro_batch", "accumulation", "stages_per_rank"}
-    names = [field.name for field in fields(Space)]
-    return Space(
-        **{
-            name: np.asarray([row.get(name, int(name in ones)) for row in rows], dtype=np.int64)
-            for name in names
-        }
-    )
+    columns = {
+        name: np.asarray([row.get(name, int(name in ones)) for row in rows], dtype=np.int64)
+        for name in (field.name for field in fields(Space))
+    }
+    return Space(**columns)
 
 
 def take(values: Values, index: Index) -> Values:
     """Return the entries at these indices of an array, or of every array in a dataclass or dictionary.
 
-    The indices are always valid; leaving out their check ("clip") makes this four times as fast.
+    The indices are always valid. Leaving out their check ("clip") makes this four times as fast.
     """
     if isinstance(index, np.ndarray) and index.dtype == np.int64:
         return cast(Values, _on_arrays(lambda array: array.take(index, mode="clip"), values))
@@ -220,11 +213,11 @@ def _on_arrays(function: Callable[..., Any], *values: Any) -> Any:
 
 
 def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
-    """Return the index of the first candidate with each distinct row, and for each candidate its row's
-    number.
+    """Find the distinct rows of these columns.
 
-    A search lists candidates in nested loops, so most neighbours are equal, and only the first of each run of
-    equal rows is looked up.
+    Returns the index of the first candidate with each distinct row, and for each candidate the number of its
+    row. A search lists candidates in nested loops, so most neighbours are equal. Only the first of each run
+    of equal rows is looked up.
     """
     begins = np.ones(len(columns[0]), dtype=np.bool_)
     begins[1:] = reduce(or_, (column[1:] != column[:-1] for column in columns))
@@ -237,20 +230,20 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
 
 
 def makes_blocks_again(work: Workload, space: Space) -> Bools:
-    """Where backward makes a block's products and collectives again. Those of experts are kept unless all is
-    recomputed."""
+    """Return whether backward repeats a block's products and collectives. Those of experts are kept unless
+    everything is recomputed."""
     again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
     return again
 
 
 def is_compiled(work: Workload, space: Space, device_type: str) -> Bools:
-    """Whether the blocks of each candidate go through torch.compile."""
+    """Return whether the blocks of each candidate go through torch.compile."""
     compiled: Bools = compiles_blocks(work.compile, device_type, work.float8 is not None, space)
     return compiled
 
 
 def recompute_mode(recompute: str | float) -> str:
-    """Return a mode of recomputation, or the mode nearest to a memory budget."""
+    """Return the mode of recomputation; for a memory budget, the mode nearest to it."""
     if isinstance(recompute, str):
         return recompute
     return "none" if recompute >= 1 else "full" if recompute <= 0 else "selective"
@@ -259,7 +252,7 @@ def recompute_mode(recompute: str | float) -> str:
 def space_of_layout(
     model: Model, recompute: Recompute | float, layout: Layout, micro_batch: int, accumulation: int
 ) -> Space:
-    """Return the one candidate that a complete layout is."""
+    """Return a complete layout as a space of one candidate."""
     row = {name: getattr(layout, name) for name in AXES}
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation

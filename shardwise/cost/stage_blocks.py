@@ -1,4 +1,4 @@
-"""The blocks of the first, a middle and the last pipeline rank of each candidate."""
+"""The number of blocks on the first, the middle and the last pipeline rank of each candidate."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from shardwise.plan.schedule import placement, round_count
 
 @dataclass(frozen=True)
 class Cut:
-    """Blocks of the pipeline ranks of every candidate."""
+    """Numbers of blocks on the pipeline ranks of every candidate."""
 
     folded: Bools
     """Whether stages go from the first rank to the last and back (a V), so that the first has both ends."""
     stages: Ints
     """Number of stages of each rank."""
     first: Array
-    """Blocks of the first rank."""
+    """Number of blocks of the first rank."""
     middle: Array
-    """Blocks of the rank with most between the ends."""
+    """Number of blocks of the fullest rank between the first and the last."""
     last: Array
-    """Blocks of the rank with the head, which is the first one in a V."""
+    """Number of blocks of the rank with the head, which is the first one in a V."""
     last_stage: Array
-    """Blocks of the model's last stage on the first rank; 0 except in a V."""
+    """Number of blocks in the model's last stage, if it is on the first rank (in a V); otherwise 0."""
     before_middle: Array
-    """Blocks that a micro-batch goes through before it first comes to the fullest rank between the ends."""
+    """Number of blocks before the first stage of the fullest rank between the first and the last."""
     before_last: Array
-    """Blocks before the first stage of the rank with the head; 0 in a V."""
+    """Number of blocks before the first stage of the rank with the head; 0 in a V."""
 
 
 def cut(work: Workload, space: Space, stack: Software) -> Cut:
-    """As a job's stages will be cut, by cost or by hand; evenly where a program does that. Where a program
-    has more stages than blocks, the last has the head alone, and the first the embedding."""
+    """Return the blocks of the pipeline ranks: cut by cost, by hand, or evenly for a program that does that.
+
+    If there are more stages than blocks, the last stage has only the head, and the first only the embedding.
+    """
     folded, stages = is_in_a_v(space), np.where(space.pipeline > 1, stages_per_rank(space), 1)
     first, index = distinct([space.pipeline, stages, folded])
     kinds = zip(space.pipeline[first].tolist(), stages[first].tolist(), folded[first].tolist(), strict=True)
@@ -51,14 +53,15 @@ def cut(work: Workload, space: Space, stack: Software) -> Cut:
 def _stages_of_ranks(
     work: Workload, balanced: bool, ranks: int, per_rank: int, folded: bool
 ) -> list[list[float]]:
-    """For each rank the blocks of its stages, in the model's order."""
+    """Return, for each rank, the numbers of blocks of its stages in the model's order."""
     stages, layers = ranks * per_rank, work.model.layers
-    alone = stages - layers
-    counts: Sequence[float] = [0] * (alone // 2) + [1] * layers + [0] * (alone - alone // 2)
+    empty = stages - layers
     if not balanced:
-        counts = [layers / stages] * stages
-    elif alone <= 0:
+        counts: Sequence[float] = [layers / stages] * stages
+    elif empty <= 0:
         counts = work.blocks(stages)
+    else:
+        counts = [0] * (empty // 2) + [1] * layers + [0] * (empty - empty // 2)
     blocks: list[list[float]] = [[] for _ in range(ranks)]
     for count, rank in zip(counts, placement(ranks, per_rank, folded), strict=True):
         blocks[rank].append(count)
@@ -68,51 +71,44 @@ def _stages_of_ranks(
 def _blocks_of_ranks(
     ranks: list[list[float]], folded: bool
 ) -> tuple[float, float, float, float, float, float]:
-    """Blocks of the first, the fullest middle and the last rank, and of the model's last stage if the first
-    rank has it; and those before the middle and the last one's first stage."""
-    own = [sum(stages) for stages in ranks]
-    ends = (0, 0) if folded else (0, len(ranks) - 1)
-    middle = max(
-        (rank for rank in range(len(ranks)) if rank not in ends),
-        key=lambda rank: (own[rank], rank),
-        default=0,
-    )
-    before = list(
-        accumulate((stages[0] for stages in ranks), initial=0.0)
-    )  # the first stages are the ranks' own, in order
-    of_last_stage = ranks[0][-1] if folded else 0.0
+    """Return the fields of a `Cut` from `first` on, for one cut."""
+    totals = [sum(stages) for stages in ranks]
+    last = 0 if folded else len(ranks) - 1
+    between = [rank for rank in range(len(ranks)) if rank not in (0, last)]
+    middle = max(between, key=lambda rank: (totals[rank], rank), default=0)
+    # The first stages of the ranks are the first stages of the model, in order.
+    before = list(accumulate((stages[0] for stages in ranks), initial=0.0))
     return (
-        own[0],
-        own[middle] if middle else 0.0,
-        own[ends[1]],
-        of_last_stage,
+        totals[0],
+        totals[middle] if middle else 0.0,
+        totals[last],
+        ranks[0][-1] if folded else 0.0,
         before[middle],
-        before[ends[1]],
+        before[last],
     )
 
 
 def gathered_in_vain(work: Workload, space: Space, stack: Software) -> Ints:
-    """Blocks of the first rank that are gathered once more than they are used; of candidates whose schedule
-    is interleaved.
+    """Return the number of blocks of the first rank that FSDP2 gathers once more than it uses them. The
+    schedule of all candidates must be interleaved.
 
-    In backward FSDP2 gathers ahead, in the reverse order of all forwards of the step; so the first unit of
-    one forward asks for the last unit of the forward before. Where a stage had no forward without its
-    backward in between, as the later stages of an interleaved schedule between two rounds of micro-batches,
-    the step's last backward asks for what nobody will use. That is so for stage k of a rank if k times the
-    forwards of two rounds are more than the forwards that run ahead of backward.
+    In backward FSDP2 prefetches units in the reverse order of all forwards of the step. So the first unit of
+    one forward prefetches the last unit of the forward before. Between two rounds of micro-batches, the later
+    stages of an interleaved schedule run no forward whose backward is still to come. There the step's last
+    backward prefetches units that nothing uses. This is so for stage k of a rank if k times the forwards of
+    two rounds are more than the forwards that run ahead of backward.
     """
     stages = space.stages_per_rank
     rounds = round_count(space.accumulation, space.pipeline)
     two_rounds, longest = -(-2 * space.accumulation // rounds), -(-space.accumulation // rounds)
     ahead = 2 * space.pipeline - 3 + (stages - 1) * longest
     first = np.where(rounds > 1, ahead // two_rounds + 1, stages)
-    which, index = distinct([space.pipeline, stages])
-    # from_here[cut, k]: stages k and later of that cut that have several blocks; a stage of one block has it
-    # gathered still
-    from_here = np.zeros((len(which), int(stages.max(initial=0)) + 1), dtype=np.int64)
-    for row, candidate in enumerate(which):
-        blocks = _stages_of_ranks(
-            work, stack.balanced, int(space.pipeline[candidate]), int(stages[candidate]), False
-        )[0]
-        from_here[row, : len(blocks)] = np.cumsum([count > 1 for count in blocks[::-1]])[::-1]
-    return from_here[index, np.minimum(first, stages)]
+    distinct_cuts, index = distinct([space.pipeline, stages])
+    # from_stage[cut, k] is the number of stages k and later of a cut that have several blocks. In a stage of
+    # one block, that block is still gathered.
+    from_stage = np.zeros((len(distinct_cuts), int(stages.max(initial=0)) + 1), dtype=np.int64)
+    for row, candidate in enumerate(distinct_cuts):
+        ranks, per_rank = int(space.pipeline[candidate]), int(stages[candidate])
+        blocks = _stages_of_ranks(work, stack.balanced, ranks, per_rank, False)[0]
+        from_stage[row, : len(blocks)] = np.cumsum([count > 1 for count in blocks[::-1]])[::-1]
+    return from_stage[index, np.minimum(first, stages)]

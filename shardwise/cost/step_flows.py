@@ -1,6 +1,8 @@
-"""What moves once a step, when all micro-batches are through: the gradients of weights that are whole on
-every tensor device, the sums of squares of a global norm, the numbers that all ranks share, and in float8 the
-maxima of scaled tensors."""
+"""Flows that run once a step, after all micro-batches.
+
+These are sums of the gradients of weights that every tensor device has whole, sums of squares for the global
+norm, the numbers that all ranks share, and in float8 the maxima of scaled tensors.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
     space, model, sizes = rank.space, rank.work.model, rank.sizes
     whole = rank.cut.first * sizes.whole_block + sizes.whole_positions + rank.head * sizes.whole_norm
     yield calls("all_reduce", "tensor", "step", space.tensor > 1, whole * rank.stored)
-    elsewhere = (space.pipeline > 1) & ~rank.head & model.tied
-    yield calls("send", "pipeline", "step", elsewhere, sizes.embedding // rank.shards * rank.stored)
+    sends_embedding = (space.pipeline > 1) & ~rank.head & model.tied
+    yield calls("send", "pipeline", "step", sends_embedding, sizes.embedding // rank.shards * rank.stored)
     yield from _norm(rank)
     for axis in ("context", "pipeline", "data", "replica", "tensor"):
         yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * (4 + 2 * space.world))
@@ -45,9 +47,11 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def _norm(rank: FirstRank) -> Iterator[Flow]:
-    """One number for each axis of each way in which gradients are sharded: dense and split over tensor
-    devices, dense and whole, experts. Plain tensors, which DistributedDataParallel sums, are whole
-    everywhere."""
+    """Yield the sums of the global norm: one number for each axis of each way to shard gradients.
+
+    The ways are dense and split over tensor devices, dense and whole, and experts. The plain tensors that
+    DistributedDataParallel sums are whole everywhere.
+    """
     space, experts, number = rank.space, rank.work.model.experts > 0, max(4, rank.stored)
     columns = [rank.engine.zero > 0, *(getattr(space, axis) for axis in _SHARING)]
     first, index = distinct(columns)
@@ -61,12 +65,10 @@ def _norm(rank: FirstRank) -> Iterator[Flow]:
 
 @lru_cache(maxsize=4096)
 def _axes_of_norm(experts: bool, sharded: bool, *degrees: int) -> tuple[str, ...]:
-    """The axes that a norm is summed over, by the names that the grid has for them (plan/grid.py)."""
+    """Return the axes that a norm is summed over, by their names in the grid (plan/grid.py)."""
     given: dict[str, Any] = dict(zip(_SHARING, degrees, strict=True))
     layout = Layout(**given)
-    dense, own = (joined_name(layout, axis) if sharded else "solo" for axis in (SHARDS, EXPERT_SHARDS))
-    split, spread = (
-        [axis for axis in [joined_name(layout, name)] if axis != "solo"] for name in ("tensor", "expert")
-    )
-    ways = {(dense, *split), (dense,), *([(own, *spread)] if experts else [])}
+    dense, of_experts = (joined_name(layout, axis) if sharded else "solo" for axis in (SHARDS, EXPERT_SHARDS))
+    tensor, expert = (joined_name(layout, axis) for axis in ("tensor", "expert"))
+    ways = {(dense, tensor), (dense, "solo"), *([(of_experts, expert)] if experts else [])}
     return tuple(axis for way in ways for axis in way if axis != "solo")

@@ -1,13 +1,12 @@
-"""What crosses between devices in a step, collective by collective: the ledger of a run that has not happened
-yet.
+"""The collectives of a step, with their bytes: a prediction of the ledger of a run.
 
-`observe/ledger.py` writes down what a run really sends; the formulas here say the same beforehand, for every
-candidate of a `Space` at once, of rank 0: the first device of the first pipeline rank.
-tests/parallel/test_predictions.py holds the two together, to the byte and the call. Bytes are of the full
-tensor, as in the ledger; a ring puts a known factor of it on the wire.
+`observe/ledger.py` counts what a run sends. The formulas here predict that count for rank 0, the first device
+of the first pipeline rank, for every candidate of a `Space` at once. tests/parallel/test_predictions.py
+compares the two: they must agree in every byte and every call. Bytes are those of the full tensor, as in the
+ledger; a ring sends a known multiple of them.
 
-With b sequences in a micro-batch, S = sequence / context tokens of each here, h the hidden width and a bytes
-an activation:
+With b sequences in a micro-batch, S = sequence / context tokens of each on a device, hidden width h and
+activations of a bytes:
 
 | axis     | moves                                                                | from                    |
 | -------- | -------------------------------------------------------------------- | ----------------------- |
@@ -21,23 +20,23 @@ an activation:
 | expert   | b S h a / tensor for each expert that a token visits, to it and back | Lepikhin et al. 2020    |
 | pipeline | b S h a / tensor for each micro-batch and border between stages      | Huang et al. 2019       |
 
-and once a step the numbers that all ranks share, a sum of squares for each way of sharding, and the gradients
-of weights that are whole on every tensor device.
+Once a step there are also the numbers that all ranks share, a sum of squares for each way of sharding, and
+the gradients of weights that every tensor device has whole.
 
-What cannot be known beforehand: how many rows come to the experts of a device depends on the routing, and two
-of the four all-to-alls of a layer carry the rows that came. They are given for an even load. Everything else
-is exact, for sequences without document boundaries (`data.reset_attention` adds small messages), stages cut
-by cost, and recomputation of none, selected parts or all of a block. With "cuda", blocks are taken to be
-compiled, which keeps gathered sequences where plain blocks gather again.
+One thing cannot be predicted: the routing decides how many rows come to the experts of a device, and two of
+the four all-to-alls of a layer carry these rows. They are given for an even load. Everything else is exact,
+for sequences without document boundaries (`data.reset_attention` adds small messages), stages cut by cost,
+and recomputation of nothing, selected parts or whole blocks. On "cuda", blocks are assumed to be compiled;
+compiled blocks keep gathered sequences that plain blocks gather again.
 
-What rank 0 has is in `first_rank.py`, what moves for its weights in `weight_flows.py`, for its activations in
-`block_flows.py`, and once a step in `step_flows.py`. `predict.py` prices these flows and derives no volume of
-its own: the bytes in a prediction, in the flows and in the ledger are the same. What other programs do
-differently (`Software`) is said here too.
+`first_rank.py` describes rank 0. `weight_flows.py` has the flows of its weights, `block_flows.py` those of
+its activations, and `step_flows.py` those that run once a step. They also cover what other programs do
+differently (`Software`). `predict.py` uses only these flows, so a prediction has the same bytes as the
+ledger.
 
-The cost: some forty products of arrays, whatever the model's depth, a microsecond a candidate. What depends
-on few distinct numbers (sizes of units, blocks of a cut) is worked out once for each of them and looked
-up.
+Some forty products of arrays are computed for any depth of the model, which takes about a microsecond per
+candidate. What depends on few distinct numbers (sizes of units, blocks of a cut) is computed once for each of
+them and looked up.
 """
 
 from __future__ import annotations
@@ -55,22 +54,24 @@ from shardwise.plan.grid import label
 
 
 def flows(work: Workload, space: Space, stack: Software = SHARDWISE, device: str = "cuda") -> list[Flow]:
-    """Everything that rank 0 sends in a step, for every candidate: one flow for each kind, axis and time that
-    occurs. On a "cuda" device blocks are compiled and the loss has larger chunks than on a "cpu"."""
+    """Return all that rank 0 sends in a step, for every candidate: one flow for each kind, axis and time.
+
+    On a "cuda" device blocks are compiled, and the loss has larger chunks than on a "cpu".
+    """
     layouts, index = space.layouts
     rank = FirstRank.of(work, layouts, stack, device)
-    of_layouts = _merged([*weight_flows(rank), *step_flows(rank)])  # as of one micro-batch
+    of_layouts = _merged([*weight_flows(rank), *step_flows(rank)])  # with one micro-batch
     rank = rank.of_candidates(space, index)
     of_candidates = (flow for family in _OF_CANDIDATES for flow in family(rank))
     return _merged([*(flow.of_candidates(index, space.accumulation) for flow in of_layouts), *of_candidates])
 
 
 _OF_CANDIDATES = (tensor_flows, loss_flows, context_flows, expert_flows, stage_flows, gathered_ahead)
-"""Those that depend on the micro-batch or on recomputation, and not on the layout alone."""
+"""Flows that depend on the micro-batch or on recomputation, and not on the layout alone."""
 
 
 def _merged(sent: Iterable[Flow]) -> list[Flow]:
-    """One flow for each kind, axis and time that any candidate has."""
+    """Return one flow for each kind, axis and time that any candidate has."""
     merged: dict[tuple[str, str, When], Flow] = {}
     for flow in sent:
         if flow.count.any():
@@ -80,7 +81,7 @@ def _merged(sent: Iterable[Flow]) -> list[Flow]:
 
 
 def totals(sent: list[Flow], space: Space, index: int) -> dict[str, dict[str, int]]:
-    """One candidate's flows as the ledger of a step writes them."""
+    """Return one candidate's flows in the form of a step's ledger."""
     sums, layout = dict[str, list[int]](), space.layout(index)
     for flow in sent:
         if flow.count[index]:

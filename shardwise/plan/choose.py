@@ -1,9 +1,9 @@
 """Make a `Plan` from a job: `choose` for a number of devices, `fit` for as many of them as can be used.
 
 Settings that the user leaves out are filled in: `data` takes the remaining devices, `zero` is the lowest
-stage whose model states fit in memory (a lower stage communicates less), and stages are cut evenly by time. A
-search (search/) may have filled in more before; then `asked` is the job as the user wrote it, so that the
-plan can record who decided each setting.
+stage whose model states fit in memory (a lower stage communicates less), and stages are cut evenly by time.
+If a search (search/) has decided settings before, `asked` is the job as the user wrote it, so that the plan
+can record who decided each setting.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class OriginalJob:
 
     config: Config
     why: str
-    """Reason of the settings that were decided."""
+    """Reason for the settings that were decided."""
     whys: Mapping[str, str] = field(default_factory=dict)
-    """Reasons of single settings of the layout that differ from `why`."""
+    """Reasons for single settings of the layout, where they differ from `why`."""
 
 
 def choose(
@@ -89,15 +89,13 @@ def choose(
     micro_batch, whys["micro_batch"] = _micro_batch(config.train, layout)
     accumulation = config.train.global_batch // layout.data_parallel // micro_batch
     zero, whys["zero"] = _zero(config, layout, accumulation, memory_bytes, parameters)
-    states = state_bytes(config, layout.model_copy(update={"zero": zero}), accumulation, parameters)
+    layout = layout.model_copy(update={"zero": zero})
+    states = state_bytes(config, layout, accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
-        smaller = _what_fits(
-            config, layout.model_copy(update={"zero": zero}), accumulation, memory_bytes, parameters
-        )
+        smaller = _what_fits(config, layout, accumulation, memory_bytes, parameters)
         problem = _too_large(states.total, memory_bytes, zero, smaller)
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
-    layout, more = _completed(config, layout.model_copy(update={"zero": zero}))
-    length = config.data.sequence_length
+    layout, more = _completed(config, layout)
     values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
     return Plan(
         model=ModelSpec.of(config),
@@ -114,7 +112,7 @@ def choose(
         frozen=parameters.frozen if parameters else 0,
         flops_per_token=module_flops_per_token(parameters)
         if parameters
-        else flops_per_token(config.model, length),
+        else flops_per_token(config.model, config.data.sequence_length),
         state_bytes=states,
         flop_convention=MODULE_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
@@ -130,9 +128,10 @@ def fit(
 ) -> Plan | None:
     """Return the plan for as many of these devices as a layout near the job's can use; None if below `least`.
 
-    A run that lost devices continues under it. For each number of devices, from all of them down, only the
-    data axis is changed if that is enough; else the nearest layout is taken. A micro-batch that the user did
-    not give is lowered to a divisor of a device's share, so that no device is left out because of it.
+    A run that lost devices continues with this plan. The numbers of devices are tried from all of them down.
+    If the job's layout does not work on a number, the data axis is changed; if that does not help, the
+    nearest layout is taken. A micro-batch that the user did not give is lowered to a divisor of a device's
+    share, so that no device is left out because of it.
     """
     most = config.train.micro_batch if asked and asked.config.train.micro_batch is None else None
     train = config.train.model_copy(update={"micro_batch": None}) if most else config.train
@@ -176,8 +175,7 @@ def _micro_batch(train: Train, layout: Layout) -> tuple[int, str]:
 
 
 def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
-    """Return the layout with all settings of compression, pipeline and attention filled in, and the
-    reasons."""
+    """Return the layout with its compression, pipeline and attention filled in, and the reasons."""
     values: Json = {}
     whys: dict[str, str] = {}
     if layout.compression == AUTO:
@@ -227,12 +225,12 @@ def _decisions(
 
 
 def setting_of(field: str) -> str:
-    """Return the name in a job of a setting that a plan decides."""
+    """Return the name that a field of a plan has in a job."""
     return f"train.{field}" if field in ("micro_batch", "recompute") else f"layout.{field}"
 
 
 def given_settings(config: Config) -> Json:
-    """Return the settings that a plan could decide, but this job gives."""
+    """Return those settings that a job gives although a plan could decide them."""
     given = {field: getattr(config.layout, field) for field in config.layout.model_fields_set}
     given |= {
         field: getattr(config.train, field)
@@ -272,7 +270,7 @@ def _product(layout: Layout) -> str:
 def _what_fits(
     config: Config, layout: Layout, accumulation: int, memory: float, parameters: ModuleParameters | None
 ) -> list[str]:
-    """Return single settings with which the states of a model that is too large would fit."""
+    """Return the single settings that would make the states of this model fit."""
 
     def fits(job: Config, zero: int) -> bool:
         sharded = layout.model_copy(update={"zero": zero})
@@ -285,9 +283,9 @@ def _what_fits(
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
     can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
     settings = [] if zero is None else [f"layout.zero = {zero}"]
-    return (
-        [*settings, "train.state_dtype = 'bfloat16'"] if can_halve and fits(half, layout.zero) else settings
-    )
+    if can_halve and fits(half, layout.zero):
+        settings.append("train.state_dtype = 'bfloat16'")
+    return settings
 
 
 def _too_large(states: float, memory: float, zero: int, smaller: Sequence[str]) -> str:
@@ -305,7 +303,7 @@ def _zero(
     memory_bytes: float | None,
     parameters: ModuleParameters | None,
 ) -> tuple[int, str]:
-    """Return the ZeRO stage of a layout, and the reason."""
+    """Return the ZeRO stage of a layout, and the reason for it."""
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
     if why := driver_of(config).why_unsharded:
@@ -326,13 +324,14 @@ def _zero(
 
 
 def _lowest_zero(
-    config: Config, layout: Layout, accumulation: int, room: float, parameters: ModuleParameters | None
+    config: Config, layout: Layout, accumulation: int, allowed: float, parameters: ModuleParameters | None
 ) -> tuple[int, str]:
-    """Return the lowest ZeRO stage whose states fit into this many bytes, or 3, and the reason."""
+    """Return the lowest ZeRO stage whose states take at most `allowed` bytes, or 3; and the reason for it."""
     for zero in range(least_zero(layout), 4):
         sharded = layout.model_copy(update={"zero": zero})
         states = state_bytes(config, sharded, accumulation, parameters).total
-        if states <= room:
+        if states <= allowed:
             break
-    fits = f"states take {states / GIB:.3g} GiB of the {room / GIB:.3g} GiB meant for them on each device"
-    return zero, f"the lowest stage that fits: {fits}" if states <= room else f"the highest stage, yet {fits}"
+    fits = f"states take {states / GIB:.3g} GiB of the {allowed / GIB:.3g} GiB meant for them on each device"
+    reason = "the lowest stage that fits: " if states <= allowed else "the highest stage, yet "
+    return zero, reason + fits

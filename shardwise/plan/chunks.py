@@ -23,13 +23,13 @@ def chunk_bytes(device_type: str) -> int:
 def chunk_tokens(
     tokens: Numbers, vocabulary: Numbers, value_bytes: int, device_type: str, float8: bool = False
 ) -> Numbers:
-    """Return the tokens of a chunk: as many as keep its logits within the budget, spread evenly over chunks.
+    """Return the number of tokens in a chunk, so that its logits stay within the budget and chunks are even.
 
     A GPU's float8 products cannot add to an existing gradient, so each chunk costs a pass over the gradient
-    of the weight; there chunks are fewer and larger, with a multiple of 16 tokens.
+    of the weight. There chunks are fewer and larger, with a multiple of 16 tokens.
 
-    `vocabulary` is the largest part that a tensor device has, so that all devices have the same number of
-    chunks: each chunk ends with a sum over all of them.
+    `vocabulary` is the largest part that a tensor device has. With it all tensor devices have the same number
+    of chunks, which they need because each chunk ends with a sum over all of them.
     """
     larger = FLOAT8_CHUNKS if float8 and device_type != "cpu" else 1
     at_most = _at_least_one(larger * chunk_bytes(device_type) // (vocabulary * value_bytes))
@@ -38,7 +38,8 @@ def chunk_tokens(
 
 
 def largest_part(rows: Numbers, devices: Numbers) -> Numbers:
-    """Return the rows of the first device if rows are split as torch.chunk does; the last may have fewer."""
+    """Return the number of rows of the first device if rows are split as by torch.chunk. The last device may
+    have fewer."""
     return -(-rows // devices)
 
 

@@ -26,7 +26,7 @@ def reasons_not_to_compile(
 
 
 def compiles_blocks(setting: bool | str, device: str, float8: bool, layout: Pipeline) -> Numbers:
-    """Whether blocks go through torch.compile."""
+    """Return whether blocks go through torch.compile."""
     return sum(reasons_not_to_compile(setting, device, float8, layout).values()) == 0
 
 

@@ -3,13 +3,13 @@
 A pipeline runs at the speed of its slowest stage: all other stages wait for it, in every micro-batch. The
 blocks are alike, but the last stage also has the final norm and the output head, a matrix of vocabulary x
 hidden: for `llama3-8b` (128256 x 4096) it costs as much as two blocks. With 4 stages of 8 blocks the other
-three ranks would be idle a fifth of the time. So costs are counted, by the FLOP convention of
-`plan/flops.py`, and the cut that makes the largest stage cost smallest is found exactly, for blocks of
-unequal cost by dynamic programming in O(stages x blocks^2). Among equally good cuts the one with the smallest
-sum of squares wins, which is the most even one.
+three ranks would be idle a fifth of the time. So costs are counted by the FLOP convention of `plan/flops.py`,
+and the cut with the smallest cost of the largest stage is found exactly: for blocks of unequal cost by
+dynamic programming in O(stages x blocks^2). Among equally good cuts, the most even one is chosen, which has
+the smallest sum of squares.
 
-The embedding costs no FLOPs by that convention, yet it moves memory: it is charged for its traffic, at the
-FLOPs a device could have done meanwhile.
+The embedding has no FLOPs by that convention, but it moves memory. Its cost is the number of FLOPs that a
+device could compute in that time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ written in backward, where the gradient of the output is read too."""
 ROUNDING = 1e-9
 
 _Cut = tuple[float, tuple[int, ...]]
-"""The sum of squares and the blocks of each stage, for the stages up to here."""
+"""The sum of squares of the first stages, and the number of blocks of each."""
 
 
 def block_costs(model: Model, sequence_length: int) -> tuple[tuple[float, ...], float, float]:
@@ -58,7 +58,8 @@ def stage_blocks(
 ) -> tuple[int, ...]:
     """Return the blocks of each stage: those given by hand, or a cut by cost."""
     if by_hand is None:
-        return cut(block_costs(model, sequence_length)[0], stages, *block_costs(model, sequence_length)[1:])
+        blocks, embedding, head = block_costs(model, sequence_length)
+        return cut(blocks, stages, embedding, head)
     problems = []
     if len(by_hand) != stages:
         problems.append(

@@ -24,7 +24,7 @@ from shardwise.plan.engine import Engine
 
 
 def wide(dtype: str) -> str:
-    """Return the dtype for sums of this dtype, in which small values are not rounded away."""
+    """Return the dtype in which values of this dtype are summed, so that small ones are not rounded away."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -33,8 +33,8 @@ class Dtypes:
     """The name of the dtype of each kind of tensor in a run."""
 
     compute: str
-    """Dtype of activations, and of weights in computation. Around float8 products it is bfloat16, or float64
-    if weights are float64, so that a proof sees no rounding but that of float8."""
+    """Dtype of activations, and of weights in computation. Around float8 products it is bfloat16; if weights
+    are float64, it is float64, so that a proof sees only the rounding of float8."""
     states: str
     """Dtype of weights and optimizer states between steps."""
     sums: str
@@ -55,7 +55,7 @@ class Dtypes:
 
 
 def computes_wide(parameter: str) -> bool:
-    """Whether the weight of this name is used in the wide dtype in any precision.
+    """Return whether the weight of this name is used in the wide dtype in every precision.
 
     FSDP2 gathers all weights of a unit in one dtype, so such a weight is its own unit.
     """
@@ -63,5 +63,5 @@ def computes_wide(parameter: str) -> bool:
 
 
 def value_bytes(precision: str) -> int:
-    """Return the bytes of one activation; activations between products in float8 or less are bfloat16."""
+    """Return the bytes of one activation. Between products in 8 or 4 bits, activations are bfloat16."""
     return BYTES.get(precision, BYTES["bfloat16"])

@@ -1,6 +1,6 @@
 """How devices with the same weights keep them equal: the engine, and when it communicates.
 
-Devices that hold the same weights keep them equal in one of three ways:
+There are three engines:
 
 | engine       | where                                             | what runs there (parallel/data.py)     |
 | ------------ | ------------------------------------------------- | -------------------------------------- |
@@ -9,21 +9,21 @@ Devices that hold the same weights keep them equal in one of three ways:
 | `sharded`    | everywhere else                                   | FSDP2; if zero = 0, a shard is a whole |
 |              |                                                   | weight                                 |
 
-and FSDP2 moves, under each ZeRO stage (Rajbhandari et al., 2020):
+FSDP2 communicates as follows under each ZeRO stage (Rajbhandari et al., 2020):
 
 | zero | weights are gathered             | gradients are reduced |
 | ---- | -------------------------------- | --------------------- |
-| 0    | never: a shard is all of it      | in the last backward  |
+| 0    | never: a shard is a whole weight | in the last backward  |
 | 1    | once a step, and kept            | in the last backward  |
 | 2    | once a step, and kept            | in each backward      |
 | 3    | in each forward and backward     | in each backward      |
 
-Schedules that split backward in two halves run the second outside of the hooks that FSDP2 gathers and reduces
-from: there weights stay gathered, and gradients whole, until the step ends, in every ZeRO stage.
+Schedules that split backward into two halves run the second half outside of the hooks in which FSDP2 gathers
+and reduces. With them weights stay gathered, and gradients stay whole, until the step ends, in every ZeRO
+stage.
 
-Everything is written with comparisons, `&` and `|`, so that one function works for a Layout (with bools) and
-for the cost model's Space of candidates (with arrays). parallel/ runs what this file says; plan/ and cost/
-count it.
+All functions use comparisons, `&` and `|`, so that they work for a Layout (with bools) and for the cost
+model's Space of candidates (with arrays). parallel/ runs what this file decides; plan/ and cost/ count it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_DEFERRED_SUMS = 4
 
 
 class Choices(Degrees, Pipeline, Protocol):
-    """Degrees, and the settings that decide where states are, of a Layout or a Space."""
+    """Degrees of a Layout or a Space, and the settings that decide where states are."""
 
     @property
     def zero(self) -> Numbers:
@@ -84,15 +84,14 @@ class Engine:
     def copies(self, axis: str) -> str:
         """Return the axis over which FSDP2 sums the gradients of a unit that is sharded over `axis`.
 
-        Without ZeRO these are all devices with the same weights; with it, the replicas, because the devices
-        of `axis` have already reduce-scattered the sum.
+        Without ZeRO this axis has all devices with the same weights. With ZeRO it has the replicas, because
+        the devices of `axis` have already reduce-scattered the sum.
         """
         return "replica" if self.zero else f"replica x {axis}"
 
     def keeps_whole_gradients(self, accumulation: Numbers) -> Numbers:
-        """Whether FSDP2 keeps unreduced gradients between micro-batches, in the dtype of sums."""
-        waits = ((self.zero < 2) & (accumulation > 1)) | self.splits_backward
-        return self.sharded & waits
+        """Return whether FSDP2 keeps unreduced gradients between micro-batches, in the dtype of sums."""
+        return self.sharded & (((self.zero < 2) & (accumulation > 1)) | self.splits_backward)
 
 
 def engine_of(layout: Choices, experts: int) -> Engine:
@@ -107,5 +106,5 @@ def engine_of(layout: Choices, experts: int) -> Engine:
 
 
 def shares_weights(degrees: Degrees, experts: int) -> Numbers:
-    """Whether another device of the same replica holds the same weights, which can then be sharded."""
+    """Return whether several devices of a replica hold the same weights, so that ZeRO can shard them."""
     return (degrees.data * degrees.context > 1) | ((experts > 0) & (expert_shards(degrees) > 1))

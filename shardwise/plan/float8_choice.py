@@ -68,8 +68,8 @@ class Product(NamedTuple):
     sizes: tuple[int, int]
     """Number of outputs, and number of inputs."""
     joined: str
-    """Name of the first of the products that are computed as one, with one scale for their weights and one
-    for their gradients."""
+    """Name of the first product of those that are computed together, with one scale for all their weights and
+    one for all their gradients."""
 
 
 def products(model: Model) -> Iterator[Product]:
@@ -117,12 +117,12 @@ def unknown_patterns(model: Model, train: Train) -> Iterator[str]:
 
 def in_float8(model: Model, train: Train) -> list[str]:
     """Return the names of the modules, or expert weights, whose products a job computes in float8."""
-    return [product.name for product in _asked(model, train) if _fits(product.sizes)]
+    return [product.name for product in _chosen(model, train) if _fits(product.sizes)]
 
 
 def unfit(model: Model, train: Train) -> list[str]:
     """Return the names of the products whose sizes float8 does not support."""
-    return [product.name for product in _asked(model, train) if not _fits(product.sizes)]
+    return [product.name for product in _chosen(model, train) if not _fits(product.sizes)]
 
 
 def scale_count(model: Model, train: Train) -> int:
@@ -130,13 +130,13 @@ def scale_count(model: Model, train: Train) -> int:
     input."""
     if train.precision != "float8":
         return 0
-    chosen = set(in_float8(model, train))
-    made = [product for product in products(model) if product.name in chosen]
-    return 2 * len({product.joined for product in made}) + len({product.source for product in made})
+    names = set(in_float8(model, train))
+    narrow = [product for product in products(model) if product.name in names]
+    return 2 * len({product.joined for product in narrow}) + len({product.source for product in narrow})
 
 
 def shares(model: Model, train: Train) -> Float8Shares | None:
-    """Return which share of each kind of product is in float8; None without float8."""
+    """Return the share of each kind of product that is in float8; None without float8."""
     if train.precision != "float8":
         return None
     chosen = set(in_float8(model, train))
@@ -150,7 +150,7 @@ def shares(model: Model, train: Train) -> Float8Shares | None:
         if _kind(source) in _NORMED:
             kinds.setdefault(_NORMED[_kind(source)], []).append(narrow)
     head = all(kinds.pop("head"))
-    of_kinds = {kind: sum(made) / len(made) for kind, made in kinds.items()}
+    of_kinds = {kind: sum(in_blocks) / len(in_blocks) for kind, in_blocks in kinds.items()}
     return Float8Shares(
         **of_kinds, head=head, dynamic=train.float8_scaling == "dynamic", products=len(chosen)
     )
@@ -161,15 +161,16 @@ def _kind(name: str) -> str:
 
 
 def casts_once(accumulation: Numbers, engine: Engine) -> Numbers:
-    """Whether the weights of blocks are cast to float8 once per step, because no device shards them."""
+    """Return whether the weights of blocks are cast to float8 once per step: if they are not sharded and a
+    step has several micro-batches."""
     return (accumulation > 1) & (engine.sharded == 0)
 
 
 def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
-    """Return the names (in a block) of the weights that are gathered in 8 bits: those in float8 in every
-    block.
+    """Return the names (in a block) of the weights that are gathered in 8 bits.
 
-    A tied head is excluded, because the embedding lookup must not be rounded.
+    Their products are in float8 in every block. A tied head is excluded, because the embedding lookup must
+    not be rounded.
     """
     if train.precision != "float8":
         return ()
@@ -182,8 +183,9 @@ def _in_block(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
-def _asked(model: Model, train: Train) -> list[Product]:
-    """Return the products that the job does not leave out, alone or with products computed as one."""
+def _chosen(model: Model, train: Train) -> list[Product]:
+    """Return the products that the job does not leave out, directly or with another that is computed with
+    them."""
     left_out = {product.joined for product in products(model) if _left_out(product.name, train)}
     return [product for product in products(model) if product.joined not in left_out]
 
@@ -202,11 +204,11 @@ def idle_float8(model: Model, train: Train) -> list[str]:
     """Return why a job with float8 computes no product in it, for the header of a run; else an empty list."""
     if train.precision != "float8" or in_float8(model, train):
         return []
-    left = unfit(model, train)
-    if not left:
+    names = unfit(model, train)
+    if not names:
         return ["train.precision = 'float8': the job leaves out all products"]
-    asked = " that the job does not leave out" if len(left) < len(list(products(model))) else ""
+    condition = " that the job does not leave out" if len(names) < len(list(products(model))) else ""
     return [
-        f"train.precision = 'float8': the sizes of all products{asked} are no multiples of {MULTIPLE} "
-        f"({left[0]}, …)"
+        f"train.precision = 'float8': the sizes of all products{condition} are no multiples of {MULTIPLE} "
+        f"({names[0]}, …)"
     ]

@@ -1,21 +1,19 @@
 """Floating-point operations of a training step, by one named convention.
 
-A model FLOP utilisation (MFU) means nothing until one says what was counted. Here, for every token of a
+A model FLOP utilisation (MFU) has no meaning without a rule for what is counted. Here, for every token of a
 sequence of length s:
 
-- each weight of a matrix that is multiplied costs 2 in the forward and 4 in the backward pass: 6 a weight.
-  The output head is such a matrix (also when tied to the embedding); looking up an embedding, a norm or a
-  bias is not;
-- of the experts of a mixture only those count that a token visits, with the router, which every token
-  visits;
-- attention multiplies queries by keys and scores by values: 4 · heads · head_dim · s a layer forward, twice
-  that backward, 12 in all, and half of it because a causal token sees on average half of the sequence; with a
-  window of w tokens it sees w (1 - w / 2s) of them on average;
-- recomputed activations never count: work done twice is not utilisation.
+- Each weight of a matrix costs 2 FLOPs in forward and 4 in backward: 6 per weight. The output head is such a
+  matrix (also if it is tied to the embedding). Looking up an embedding, norms and biases do not count.
+- Of the experts, only those that a token visits count. The router counts for every token.
+- Attention multiplies queries by keys and scores by values: 4 · heads · head_dim · s per layer in forward and
+  twice that in backward, 12 in all. Half of this counts, because with a causal mask a token sees half of the
+  sequence on average. With a window of w tokens it sees w (1 - w / 2s) tokens on average.
+- Recomputed activations do not count, because work done twice is not utilisation.
 
-This is the count of the PaLM paper (Chowdhery et al. 2022, appendix B) with the head counted and the causal
-half taken. Reports that leave the half out show a higher MFU for the same speed: 18 % higher for `llama3-1b`
-at 8192 tokens.
+This is the rule of the PaLM paper (Chowdhery et al. 2022, appendix B), plus the head and the factor of a half
+for the causal mask. Without that factor, the same speed gives a higher MFU: 18 % higher for `llama3-1b` at
+8192 tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def flops_per_token(model: Model, sequence_length: int) -> float:
 def module_flops_per_token(parameters: ModuleParameters) -> float:
     """Return the FLOPs per token of a user's module, by `MODULE_FLOP_CONVENTION`.
 
-    Only the forward of a frozen weight counts: it has no gradient, and most often no layer before it needs
+    Of a frozen weight only the forward counts. It has no gradient, and most often no layer before it needs
     one.
     """
     return 6.0 * parameters.trained + 2.0 * parameters.frozen

@@ -1,12 +1,14 @@
-"""The grid of devices: which axes it has, and which of its dimensions an axis is made of.
+"""The grid of devices: its dimensions, and the dimensions of which each axis consists.
 
-Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the axes which communicate most
-are on neighbouring devices. Experts borrow ranks: the `expert` axis is made of the innermost devices of data
-x context x tensor, and `expert_data` of the others, which hold the same experts. Where that cuts an axis in
-two, the grid has `data.outer` and `data.inner` in its place. `solo` is an axis of one device.
+Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the axes that communicate most
+are on neighbouring devices. Experts borrow ranks: the `expert` axis consists of the innermost devices of data
+x context x tensor, and `expert_data` of the others, which hold the same experts. If that splits an axis in
+two, the grid has two dimensions for it, such as `data.outer` and `data.inner`. `solo` is an axis of one
+device.
 
-Axes are written as one with an "x" between: "data x context". What takes `degrees` takes a Layout, whose
-numbers are ints, and the cost model's Space, whose numbers are arrays with one entry a candidate.
+The names of joined axes have an "x" between them: "data x context". Functions with an argument `degrees` take
+a Layout, whose numbers are ints, or the cost model's Space, whose numbers are arrays with one entry per
+candidate.
 """
 
 from __future__ import annotations
@@ -92,12 +94,12 @@ def within(axis: str, count: int) -> str:
 
 
 def base(axis: str) -> str:
-    """Return the axis that neighbours are along; an axis without `within` is returned as it is."""
+    """Return the axis of such a name of neighbours; another name is returned unchanged."""
     return axis.partition(_WITHIN)[0]
 
 
 def label(axis: str, degrees: Degrees) -> str:
-    """Return the name of a Layout's axis for people, without the parts that have one device."""
+    """Return the name of a Layout's axis as people read it: without the parts that have one device."""
     if "expert" in axis:
         return axis
     axis, near, count = axis.partition(_WITHIN)
@@ -143,5 +145,6 @@ def _members(layout: Layout, dims: Dims, axis: str) -> list[str]:
 
 
 def joined_name(layout: Layout, axis: str) -> str:
-    """Return the name of the joined dimension that is this axis; `solo` if it has one device."""
+    """Return the name of an axis, composed of the dimensions of the grid that it joins; `solo` for one
+    device."""
     return " x ".join(dim for dim, size in members(layout, axis).items() if size > 1) or "solo"

@@ -1,8 +1,8 @@
 """Learning-rate schedules: pure functions of the step, so that resuming needs no state.
 
-Every schedule warms up linearly from `peak / warmup`, and ends at `final x peak` on the last step. `wsd`
-(warm-up, stable, decay; Hu et al., 2024) stays at the peak and then falls linearly, so that a run can be
-prolonged from any point of its stable part.
+Every schedule warms up linearly from `peak / warmup`. `constant` then stays at the peak; the others end at
+`final x peak` on the last step. `wsd` (warm-up, stable, decay; Hu et al., 2024) stays at the peak first and
+then falls linearly, so that a run can be prolonged from any point of its stable part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def learning_rate(train: Train, step: int) -> float:
         return train.learning_rate * step / train.warmup
     _, start, _ = turns(train)
     progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))
-    return train.learning_rate * _fall(train.schedule, progress, train.final_learning_rate)
+    return train.learning_rate * _share_of_peak(train.schedule, progress, train.final_learning_rate)
 
 
 def turns(train: Train) -> tuple[int, int, int]:
@@ -29,7 +29,7 @@ def turns(train: Train) -> tuple[int, int, int]:
     return train.warmup, start, train.steps
 
 
-def _fall(schedule: str, progress: float, final: float) -> float:
+def _share_of_peak(schedule: str, progress: float, final: float) -> float:
     """Return the share of the peak, which falls from 1 at progress 0 to `final` at progress 1."""
     if schedule == "constant":
         return 1.0

@@ -1,10 +1,8 @@
-"""Bytes of model state on a device: weights, gradients and optimizer state, for each ZeRO stage.
+"""Bytes of model states on a device: weights, gradients and optimizer states, for each ZeRO stage.
 
-If gradients are compressed, their errors take r P more in every stage (comm/compressed_sums.py).
-
-With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored
-value (4, float32), c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last
-micro-batch of a step begins:
+A device has P parameters before ZeRO, which N devices hold (data x context). A stored value has s bytes (4,
+float32), a value in computation c bytes (2 for bfloat16), and a reduced gradient r bytes (4). When the last
+micro-batch of a step begins, there are:
 
 | zero | whole on each device                     | sharded over data          | bfloat16 mixed    |
 | ---- | ---------------------------------------- | -------------------------- | ----------------- |
@@ -13,21 +11,23 @@ micro-batch of a step begins:
 | 2    | computed weights c                       | s + gradients s + ks       | 2P + 16P/N        |
 | 3    |                                          | s + gradients s + ks       | 16P/N             |
 
-An optimizer keeps k states of each parameter (`Optimizer.slots`); the last column is AdamW's, with two.
+An optimizer keeps k states of each parameter (`Optimizer.slots`); the last column is that of AdamW, with two.
+If gradients are compressed, their errors take r P more in every stage (comm/compressed_sums.py).
 
 The ZeRO paper (Rajbhandari et al., 2020) keeps gradients in 16 bits: 4P + 12P/N and 2P + 14P/N. Here
-gradients are summed over micro-batches and devices in float32, which costs 2 bytes more a gradient and keeps
-small contributions from being rounded away. ZeRO-1 with a single micro-batch needs no whole gradients,
-because each is reduced as soon as it is made; it then costs what ZeRO-2 does.
+gradients are summed over micro-batches and devices in float32. That costs 2 bytes more per gradient, and
+small contributions are not rounded away. ZeRO-1 with a single micro-batch needs no whole gradients, because
+each is reduced as soon as it is made. Then it costs as much as ZeRO-2.
 
-Inside a micro-batch more is alive for a while, and belongs to the activations: without sharding, the copies
-of the weights in the computing dtype that backward will need (c P at the end of forward, 2P in bfloat16);
-with it, the units gathered just then and one unit's buffers. `python benchmarks/memory.py` measures both.
+Some memory is in use only inside a micro-batch, and counts as activations. Without sharding these are the
+copies of the weights in the computing dtype, which backward needs (c P at the end of forward, 2P in
+bfloat16). With sharding they are the gathered units and the buffers of one unit.
+`python benchmarks/memory.py` measures both.
 
-P and P/N stand for counts weight by weight (plan/slices.py): ZeRO pads rows until they divide, so gathered
-weights and shards are a little more than P and P/N, and routers of experts are computed with in r bytes.
-Where FSDP2 runs on shards of one device (zero = 0 beside other axes), gradients wait for the last micro-batch
-in r bytes. With these the table is what ranks hold, to the byte (tests/parallel/test_predictions.py).
+P and P/N stand for counts weight by weight (plan/slices.py). ZeRO pads rows until they divide, so gathered
+weights and shards are a little larger than P and P/N. Routers of experts are gathered in r bytes. If FSDP2
+runs on shards of one device (zero = 0 beside other axes), gradients wait for the last micro-batch in r bytes.
+With these corrections the table is exact to the byte (tests/parallel/test_predictions.py).
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class StateBytes:
 def state_bytes(
     config: Config, layout: Layout, accumulation: int, parameters: ModuleParameters | None = None
 ) -> StateBytes:
-    """Return the bytes of model state on the device that has most, counted weight by weight.
+    """Return the bytes of model states on the fullest device, counted weight by weight.
 
-    Of a user's module only the number of parameters is known, and they are assumed to be split evenly. Frozen
-    parameters have neither gradients nor optimizer states.
+    The parameters of a user's module are assumed to be split evenly, because only their number is known.
+    Frozen parameters have neither gradients nor optimizer states.
     """
     engine = engine_of(layout, config.model.experts)
     whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
@@ -103,20 +103,22 @@ def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _W
     return StateBytes(weights, gradients, optimizer, residuals)
 
 
-def residual_numbers(part: Part, how: SumCompression | None, zero: Numbers, replica: Numbers) -> Numbers:
-    """Return the number of compression errors that a device keeps: one per number that it sends."""
-    if how is None or not how.feedback:
+def residual_numbers(
+    part: Part, compression: SumCompression | None, zero: Numbers, replica: Numbers
+) -> Numbers:
+    """Return the number of compression errors that a device keeps: one per element that it sends."""
+    if compression is None or not compression.feedback:
         return 0.0
-    sent = part.compressed * ((zero == 0) | (how.axes == "all"))
+    sent = part.compressed * ((zero == 0) | (compression.axes == "all"))
     return sent + part.compressed_shard * ((zero > 0) & (replica > 1))
 
 
 def _rank_parts(config: Config, layout: Layout) -> list[Part]:
     """Return the weights on a device of each pipeline rank: blocks with their experts, embedding and head."""
-    sharded = bool(layout.zero)
-    shards = (layout.shards, expert_shards(layout)) if sharded else (1, 1)
-    parts = parts_of(config.model, layout.tensor, shards[0], layout.expert, shards[1])
-    parts = with_peers(parts, layout.shards, expert_shards(layout), layout.zero or 0, layout.replica)
+    dense, experts = layout.shards, expert_shards(layout)
+    shards, shards_of_experts = (dense, experts) if layout.zero else (1, 1)
+    parts = parts_of(config.model, layout.tensor, shards, layout.expert, shards_of_experts)
+    parts = with_peers(parts, dense, experts, layout.zero or 0, layout.replica)
     ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
     counts = stage_blocks(
         config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None
@@ -128,10 +130,10 @@ def _rank_parts(config: Config, layout: Layout) -> list[Part]:
             held[rank] += parts.first
         if stage == len(ranks) - 1:
             held[rank] += parts.last + (parts.copy if layout.pipeline > 1 else Part())
-        if layout.pipeline > 1 and stage in (0, len(ranks) - 1):  # what two stages sum is not compressed
-            held[rank] += Part(
-                compressed=-parts.copy.compressed, compressed_shard=-parts.copy.compressed_shard
-            )
+        if layout.pipeline > 1 and stage in (0, len(ranks) - 1):
+            # Gradients that two stages sum are not compressed.
+            copy = Part(compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard)
+            held[rank] += copy * -1
     return held
 
 

@@ -1,6 +1,6 @@
-"""The model of a run, as it is built on one device: everything about it that no layout changes.
+"""The model of a run as it is built on one device, independent of any layout.
 
-It is resolved once from the job. Packages that build and split the model read this value and never the job.
+It is made once from the job. Packages that build and split the model read this value, and never the job.
 """
 
 from __future__ import annotations

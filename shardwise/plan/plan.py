@@ -1,8 +1,7 @@
 """The `Plan`: all decisions of a run, made once by the process that starts the workers.
 
-It has a complete layout and the other choices, for each of them whether the user asked for it or why it was
-chosen, and the numbers behind them. It is plain data: it is sent to every worker, as JSON between hosts, and
-a run folder has it as plan.json.
+It has the complete layout and the other choices, the reason for each of them, and the numbers behind them. It
+is plain data: it is sent to every worker (as JSON between hosts) and saved in the run folder as plan.json.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shardwise.plan.slices import parameter_slices
 from shardwise.units import GIB
 
 DEFAULT = "the default"
-"""Reason of a setting that nobody gave and nothing decided."""
+"""Reason for a setting that was neither given nor decided."""
 
 
 def _with_total(parts: dict[str, float]) -> dict[str, float]:
@@ -70,12 +69,11 @@ class Plan:
     state_bytes: StateBytes
     flop_convention: str = FLOP_CONVENTION
     bucket_bytes: int | None = None
-    """Bytes of gradients that DistributedDataParallel sums at once (cost/buckets.py); None: torch's
-    default."""
+    """Bytes of a gradient bucket of DistributedDataParallel (cost/buckets.py); None: torch's default."""
     frozen: int = 0
     """Number of parameters that are never trained."""
     cluster_file: str | None = None
-    """File that describes the cluster, also this machine's own file, which a job need not name."""
+    """File that describes the cluster. It may be the file of this machine, which a job does not name."""
     predicted: dict[str, Any] | None = None
     """Predicted time and memory of a step (search/forecast.py), if the cluster is known."""
     unpredicted: str | None = None

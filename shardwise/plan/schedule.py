@@ -1,12 +1,12 @@
 """A pipeline schedule as a list of actions for each rank, which can be printed, drawn, checked and timed.
 
 The model is cut into stages and the batch into micro-batches. For every pair of the two there is a forward
-(F) and a backward, either whole (B) or in two halves: the gradient of the stage's input (I), which the stage
-before is waiting for, and the gradient of its weights (W), which nobody waits for and which may therefore
-fill a gap. A rank runs its list in order and waits where an input has not arrived; that waiting is the
-*bubble*. All schedules do the same work and give the same gradients. They differ in the bubble, and in how
-many activations a rank must keep (`plan/timeline.py` counts both). With p ranks, m micro-batches, v stages a
-rank, and F, I, W the times of one stage:
+(F) and a backward. Backward is either whole (B) or in two halves: the gradient of the stage's input (I), for
+which the stage before is waiting, and the gradient of its weights (W), which can fill a gap because no stage
+waits for it. A rank runs its list in order and waits for inputs that have not arrived. These waits are the
+*bubble*. All schedules do the same work and give the same gradients. They differ in the bubble, and in the
+number of activations that a rank must keep (`plan/timeline.py` counts both). With p ranks, m micro-batches, v
+stages per rank, and F, I, W the times of one stage:
 
 | name        | stages a rank | idle time of a rank         | activations kept    | from                     |
 | ----------- | ------------- | --------------------------- | ------------------- | ------------------------ |
@@ -19,17 +19,17 @@ rank, and F, I, W the times of one stage:
 | zbv         | 2, in a V     | 0 from first to last action | 2p                  | Qi et al. 2024           |
 | dualpipev   | 2, in a V     | at most (p-1)(F+2I-W)       | 2p + 1              | DeepSeek-V3 2024, halved |
 
-Activations are counted in stages, which are half as large where a rank holds two. The zero of `zbv` holds if
-F = I = W, as is nearly so for large matrix products; the two around it hold for other costs too. *Looped*
-puts stage s on rank s mod p, so a micro-batch goes round v times. *In a V* puts stages r and 2p-1-r on rank
-r: a micro-batch goes down the ranks and comes back, so the first and the last stage share a rank, and
-backward starts where forward ended. More stages cost more messages; splitting the backward costs a second
-walk over its graph.
+Activations are counted in stages, which are half as large if a rank holds two. The idle time of `zbv` is 0 if
+F = I = W, which is nearly so for large matrix products; those of `zb1p` and `dualpipev` hold for other costs
+too. *Looped* puts stage s on rank s mod p, so a micro-batch goes round v times. *In a V* puts stages r and
+2p-1-r on rank r: a micro-batch goes down the ranks and comes back, so the first and the last stage share a
+rank, and backward starts where forward ended. More stages cost more messages; a split backward traverses its
+graph twice.
 
-The published schedules are stated for many micro-batches. A schedule with some micro-batches struck out is
-still a correct one, because no action depends on another micro-batch. So where a pattern needs more than were
-asked for, it is made for as many as it needs and the surplus struck out: every schedule here works from one
-micro-batch up.
+The published schedules assume many micro-batches. No action depends on another micro-batch, so a schedule
+stays correct if some micro-batches are removed. If a pattern needs more micro-batches than there are, it is
+made for as many as it needs, and the surplus is removed. So every schedule here works with one micro-batch or
+more.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Schedule:
 def make_schedule(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, checked: bool = True
 ) -> Schedule:
-    """Return the named schedule. Only `interleaved` allows a choice of `stages_per_rank` (default 2).
+    """Return the named schedule. `stages_per_rank` can be chosen only for `interleaved` (default: 2).
 
-    Checking it takes as long as making it.
+    With `checked`, its correctness is checked, which takes as long as making it.
     """
     facts = _facts(name, stages_per_rank)
     per_rank = stages_per_rank or facts.stages_per_rank
@@ -203,9 +203,10 @@ def _rounds(micro_batches: int, ranks: int) -> list[range]:
 
 
 class _VRank:
-    """Writes the actions of one rank of a V; micro-batches of each stage and kind come in order.
+    """Collects the actions of one rank of a V. For each stage and kind, micro-batches come in order.
 
-    `half` 0 is the stage on the way down, 1 the stage on the way back. Weight gradients wait in a queue.
+    `half` is 0 for the stage on the way down, and 1 for the stage on the way back. Weight gradients wait in a
+    queue.
     """
 
     def __init__(self, ranks: int, rank: int) -> None:
@@ -236,9 +237,10 @@ class _VRank:
             self.weight()
         return (action for action in self.actions if action.micro_batch < micro_batches)
 
-    def _take(self, half: int, what: str) -> int:
-        index = self._next.get((half, what), 0)
-        self._next[half, what] = index + 1
+    def _take(self, half: int, kind: str) -> int:
+        """Return the next micro-batch of this stage and kind."""
+        index = self._next.get((half, kind), 0)
+        self._next[half, kind] = index + 1
         return index
 
     def _add(self, half: int, kind: Kind, index: int) -> None:
@@ -259,9 +261,8 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action
         writer.backward_input(1)
         writer.weight()
     started = 2 * ranks - 1 - rank
-    for step in range(
-        made_for - ranks
-    ):  # steady: three actions on each half, which free the memory that they take
+    for step in range(made_for - ranks):
+        # steady: three actions on each half, which free the memory that they take
         if started + step < made_for:
             writer.forward(0)
         writer.backward_input(0)
@@ -341,7 +342,10 @@ def _fused(actions: Iterator[Action]) -> Iterator[Action]:
 
 
 def waits_for(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Return groups of actions: one of each group must run before. A gradient comes from an I or a B."""
+    """Return groups of actions, of each of which one must run before this action.
+
+    A group has two actions if either of them computes the gradient: an I or a B.
+    """
     stage, index = action.stage, action.micro_batch
     if action.kind == "F":
         return ((Action(stage - 1, "F", index),),) if stage else ()

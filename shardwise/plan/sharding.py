@@ -1,9 +1,9 @@
-"""The sharding table: how a model may be split over devices, written down as data beside the model.
+"""The sharding table: how a model can be split over devices, as data beside the model.
 
-A model file knows no ranks. It says, for each module that has weights, which role the module plays when its
-work is shared by the devices of the `tensor` axis, where the model may be cut into pipeline stages, and which
-modules hold experts or mix the tokens of a sequence. `parallel/` reads the table and does the rest. Any
-`nn.Module` can have one: give it an attribute `sharding` (docs/sharding.md has an example,
+A model file knows nothing of ranks. The table gives each module with weights its role, which says how the
+devices of the `tensor` axis share its work. It also says where the model can be cut into pipeline stages, and
+which modules hold experts or mix the tokens of a sequence. `parallel/` reads the table and splits the model.
+Any `nn.Module` can have one: give it an attribute `sharding` (docs/sharding.md has an example,
 examples/own_model.py runs it).
 
 Activations are (batch, sequence, hidden). Between the modules named `gathered` or `loss`, each device of the
@@ -24,9 +24,9 @@ features or the vocabulary (tensor parallelism, Shoeybi et al. 2019).
 | `loss`       | rows, by vocabulary          | gathered sequence      | the loss; no device has all logits |
 | `experts`    | whole experts, first dim     | tokens of any expert   | the same tokens                    |
 
-`columns(parts)` and `rows(parts)` say that the split dim consists of so many parts that must stay whole:
-heads. With fewer parts than devices, every device keeps all of them and uses the one it needs (key and value
-heads of grouped-query attention). `columns(gather=True)` puts the features together again afterwards: for a
+With `columns(parts)` and `rows(parts)` the split dim consists of this many parts, such as heads, that must
+stay whole. With fewer parts than devices, every device keeps all of them and uses the one that it needs (key
+and value heads of grouped-query attention). `columns(gather=True)` gathers the features afterwards, for a
 head whose logits the model itself needs.
 """
 
@@ -63,7 +63,8 @@ def positions() -> Role:
 
 
 def whole() -> Role:
-    """Return the role of weights on every device, for its own tokens or heads; gradients are summed."""
+    """Return the role of weights that every device has, for its own tokens or heads. Their gradients are
+    summed."""
     return Role("whole")
 
 
@@ -78,7 +79,7 @@ def columns(parts: int | None = None, gather: bool = False) -> Role:
 
 
 def rows(parts: int | None = None) -> Role:
-    """Return the role of a linear layer split by inputs; it follows one split by outputs."""
+    """Return the role of a linear layer split by inputs. It follows a layer split by outputs."""
     return Role("rows", parts)
 
 
@@ -101,18 +102,19 @@ class Sharding:
 
     modules: Mapping[str, Role]
     blocks: str | None = None
-    """Name of the list of blocks, of which a pipeline stage keeps some; None: the model cannot be cut."""
+    """Name of the list of blocks, which pipeline stages share; None: the model cannot be cut."""
     first: tuple[str, ...] = ()
-    """Modules before the blocks: on the first stage; None on the others."""
+    """Modules before the blocks. They are on the first stage, and None on the others."""
     last: tuple[str, ...] = ()
-    """Modules after the blocks: on the last stage; None on the others."""
+    """Modules after the blocks. They are on the last stage, and None on the others."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that are the same as another, where the two are on different stages."""
+    """For each parameter that is tied to another, the name of the other. The two may be on different
+    stages."""
     mixing: str | None = None
-    """Modules called with (query, key, value, mask), each (batch, heads, sequence, head_dim): where `context`
-    devices meet."""
+    """Modules that are called with (query, key, value, mask) and in which `context` devices communicate.
+    Queries, keys and values are (batch, heads, sequence, head_dim)."""
     mask: str | None = None
-    """The module that turns document numbers into the mask handed to `mixing`."""
+    """Module that turns document numbers into the mask for `mixing`."""
 
     def role(self, path: str) -> Role | None:
         """Return the role of the module at a path, if it has one."""
@@ -124,7 +126,7 @@ class Sharding:
 
 
 def matches(pattern: str | None, path: str) -> bool:
-    """Whether a module's path matches a pattern."""
+    """Return whether a module's path matches a pattern."""
     return pattern is not None and _compiled(pattern).fullmatch(path) is not None
 
 
@@ -134,8 +136,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
-    """Return the dim in which tensor devices split a module's parameter ("weight", "bias"); None if they do
-    not.
+    """Return the dim in which tensor devices split a module's parameter ("weight", "bias"), or None.
 
     Experts are not split over the tensor axis.
     """
@@ -145,13 +146,14 @@ def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
 
 
 def copies_parts(role: Role, tensor: int) -> bool:
-    """Whether there are fewer parts (heads) than devices, so that every device keeps all and uses one."""
+    """Return whether there are fewer parts (heads) than devices, so that every device keeps all and uses
+    one."""
     return role.parts is not None and role.parts < tensor
 
 
 @lru_cache(maxsize=64)
 def transformer_sharding(config: Model) -> Sharding:
-    """The table of our own transformer (models/transformer.py)."""
+    """Return the table of our own transformer (models/transformer.py)."""
     return Sharding(
         modules={
             "embedding": vocabulary(),

@@ -1,17 +1,18 @@
 """Numbers of elements of a model's weights on a device, after the split of tensor parallelism and of ZeRO.
 
-The number of parameters divided by devices is nearly right, and never exact. Tensor devices split matrices
-but keep norms whole, and key heads too if there are fewer of them than devices; rows that do not divide leave
-the first device more than the others; ZeRO pads the rows of each weight until they divide. So each weight is
+The number of parameters divided by the number of devices is not exact. Tensor devices split matrices but keep
+norms whole, and key heads too if there are fewer of them than devices; if rows do not divide, the first
+device has more than the others; ZeRO pads the rows of each weight until they divide. So each weight is
 counted separately, by the sharding table (plan/sharding.py) and the rules of parallel/data.py, for the first
 device, which has most. tests/parallel/test_predictions.py compares this with what ranks hold.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
+from typing import Self
 
 from shardwise.config import Layout, Model
 from shardwise.config.compression import is_compressed
@@ -24,8 +25,24 @@ from shardwise.plan.sharding import transformer_sharding
 
 
 @dataclass(frozen=True)
-class Part:
-    """Numbers of elements of some weights on one device; arrays for the cost model's candidates."""
+class Counts:
+    """Numbers that are added and multiplied field by field; arrays for the cost model's candidates."""
+
+    @property
+    def counts(self) -> tuple[Numbers, ...]:
+        """All fields, in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)))
+
+    def __mul__(self, times: Numbers) -> Self:
+        return type(self)(*(times * count for count in self.counts))
+
+
+@dataclass(frozen=True)
+class Part(Counts):
+    """Numbers of elements of some weights on one device."""
 
     whole: Numbers = 0.0
     """Elements before ZeRO: this tensor device's part."""
@@ -40,27 +57,19 @@ class Part:
     compressed_shard: Numbers = 0.0
     """Elements of `shard` whose gradients may be compressed."""
 
-    def __add__(self, other: Part) -> Part:
-        return Part(*(mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)))
-
-    def __mul__(self, times: Numbers) -> Part:
-        return Part(*(times * count for count in self.counts))
-
-    @property
-    def counts(self) -> tuple[Numbers, ...]:
-        """All fields, in their order."""
-        return self.whole, self.shard, self.gathered, self.wide, self.compressed, self.compressed_shard
-
 
 @dataclass(frozen=True)
 class Parts:
-    """A device's parts of one block without experts, of its experts, and of what is before and after
-    blocks."""
+    """A device's parts of the weights of a model."""
 
     block: Part
+    """One block without its experts."""
     experts: Part
+    """The experts of one block."""
     first: Part
+    """The weights before the blocks."""
     last: Part
+    """The weights after the blocks."""
     copy: Part
     """Second copy of a tied embedding, on the last pipeline stage."""
 
@@ -88,14 +97,18 @@ def _compressed(part: Part) -> Part:
 
 
 def with_peers(parts: Parts, dense: Numbers, experts: Numbers, zero: Numbers, replica: Numbers) -> Parts:
-    """Return the parts without compression of what only one device of a replica holds, which is not
-    summed."""
+    """Return the parts with compression only of gradients that are summed, because several devices hold the
+    weight.
 
-    def held(part: Part, devices: Numbers) -> Part:
+    `dense` and `experts` are the numbers of devices of a replica that hold the same weights, and the same
+    experts.
+    """
+
+    def summed(part: Part, devices: Numbers) -> Part:
         return replace(part, compressed=part.compressed * ((devices > 1) | ((zero == 0) & (replica > 1))))
 
-    rest = {name: held(getattr(parts, name), dense) for name in ("block", "first", "last", "copy")}
-    return Parts(experts=held(parts.experts, experts), **rest)
+    rest = {name: summed(getattr(parts, name), dense) for name in ("block", "first", "last", "copy")}
+    return Parts(experts=summed(parts.experts, experts), **rest)
 
 
 def _place(name: str) -> str:
@@ -108,22 +121,29 @@ def _place(name: str) -> str:
 
 def sliced(shape: Shape, dim: int | None, tensor: int, shards: int) -> Part:
     """Return the first device's part of a weight that tensor devices split in this dim, and ZeRO by rows."""
-    sizes = [-(-size // tensor) if place == dim else size for place, size in enumerate(shape)]
-    rows, row = sizes[0], prod(sizes[1:])
-    shard = -(-rows // shards) * row
-    return Part(rows * row, shard, shard * shards)
+    rows, *others = _split(shape, dim, tensor)
+    shard = prod([-(-rows // shards), *others])
+    return Part(prod([rows, *others]), shard, shard * shards)
+
+
+def _split(shape: Shape, dim: int | None, tensor: int) -> list[int]:
+    """Return the shape of the first device's part of a weight that tensor devices split in this dim."""
+    return [-(-size // tensor) if index == dim else size for index, size in enumerate(shape)]
 
 
 def parameter_slices(model: Model, layout: Layout, zero: int) -> dict[str, dict[str, list[int]]]:
-    """Return the shapes of each weight of the transformer: of the whole, of the part that the first device
-    computes with, and of the part of its states that it keeps. `blocks.*` stands for every block."""
+    """Return three shapes for each weight of the transformer.
+
+    They are those of the whole weight, of the part that the first device computes with, and of the part of
+    its states that it keeps. `blocks.*` stands for every block.
+    """
     shapes: dict[str, dict[str, list[int]]] = {}
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         if _place(name) == "experts":
             used, shards = [model.experts // layout.expert, *shape[1:]], int(expert_shards(layout))
         else:
-            dim, shards = split_dim(name, model, layout.tensor), layout.data * layout.context
-            used = [-(-size // layout.tensor) if place == dim else size for place, size in enumerate(shape)]
+            used = _split(shape, split_dim(name, model, layout.tensor), layout.tensor)
+            shards = layout.shards
         kept = [-(-used[0] // shards), *used[1:]] if zero else used
         pattern = name.replace("blocks.0.", "blocks.*.", 1)
         shapes[pattern] = {"whole": list(shape), "used": used, "kept": kept}

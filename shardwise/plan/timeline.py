@@ -1,20 +1,19 @@
 """Simulate a schedule: when each action runs, how long ranks wait, how many activations they hold.
 
 A rank runs its list in order; an action starts when its rank is free and its inputs have arrived. So one pass
-over the list gives the exact time of every action for any costs, even uneven ones (the last stage has the
-head, a later rank may be slower), where the closed formulas of the papers hold only for equal stages. The
-costs are in any unit; with F = I = W = 1 a whole backward is twice a forward, as it is for matrix products.
+over the list gives the exact time of every action, even for stages of unequal cost (the last stage has the
+head, a later rank may be slower). The closed formulas of the papers hold only for equal stages. Costs may be
+in any unit; with F = I = W = 1 a whole backward is twice a forward, as it is for matrix products.
 
 *Bubble* here is the share of all ranks' time that is idle, from the first action of any rank to the last of
-any rank: 1 - busy / (ranks x makespan). Papers often state another number, and the tests say which:
-Megatron-LM divides the idle time by the busy time; the zero-bubble papers look at one rank from its own first
-to its own last action (`Timeline.gaps`), which leaves out the time in which the last rank waits for its first
-micro-batch and the first rank for the others to finish.
+any rank: 1 - busy / (ranks x makespan). Papers often state another number. Megatron-LM divides the idle time
+by the busy time. The zero-bubble papers count the idle time of one rank between its own first and last action
+(`Timeline.gaps`), which leaves out its waits for its first micro-batch and for the others to finish.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from shardwise.plan.schedule import Action, Kind, Schedule, in_order, waits_for
@@ -74,9 +73,10 @@ def simulate(
     backward_weight: Cost = 1.0,
     send: float = 0.0,
 ) -> Timeline:
-    """Return the timeline for these costs; `send` is the delay of a message, which blocks no rank."""
-    given: dict[str, Cost] = {"F": forward, "I": backward_input, "W": backward_weight}
-    costs = {kind: _per_stage(cost, schedule.stages) for kind, cost in given.items()}
+    """Return the timeline for these costs. `send` is the delay of a message, during which ranks can
+    compute."""
+    kinds: dict[str, Cost] = {"F": forward, "I": backward_input, "W": backward_weight}
+    costs = {kind: _per_stage(cost, schedule.stages) for kind, cost in kinds.items()}
     costs["B"] = tuple(map(sum, zip(costs["I"], costs["W"], strict=True)))
     ends: dict[Action, float] = {}
     rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
@@ -95,7 +95,7 @@ class PreparedSchedule:
 
     ranks: int
     steps: tuple[tuple[int, int, float, tuple[int, ...]], ...]
-    """For each action, in an order that they can run in: its rank, its stage, its share of the stage's cost,
+    """For each action, in an order in which they can run: its rank, its stage, its share of the stage's cost,
     and the indices of the actions that it waits for."""
 
 
@@ -104,43 +104,47 @@ _THIRDS: dict[Kind, float] = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}
 
 def prepare_schedule(schedule: Schedule) -> PreparedSchedule:
     """Return a schedule prepared for many simulations."""
-    places: dict[Action, int] = {}
+    indices: dict[Action, int] = {}
     steps = []
-    for place, (rank, action) in enumerate(in_order(schedule)):
-        waits = (
-            places[choice]
-            for choices in waits_for(action, schedule.stages)
-            for choice in choices
-            if choice in places
-        )
-        steps.append((rank, action.stage, _THIRDS[action.kind], tuple(waits)))
-        places[action] = place
+    for index, (rank, action) in enumerate(in_order(schedule)):
+        waits = tuple(indices[before] for before in _inputs(action, schedule, indices))
+        steps.append((rank, action.stage, _THIRDS[action.kind], waits))
+        indices[action] = index
     return PreparedSchedule(schedule.ranks, tuple(steps))
 
 
-def play(played: PreparedSchedule, stages: Sequence[float]) -> tuple[float, float]:
+def play(prepared: PreparedSchedule, stages: Sequence[float]) -> tuple[float, float]:
     """Return the time from the first start to the last end, and the work of the busiest rank.
 
     `stages` are the costs of both passes, of which forward is a third. The result is that of `simulate`,
     computed many times faster.
     """
-    free, busy, ends = [0.0] * played.ranks, [0.0] * played.ranks, [0.0] * len(played.steps)
-    for place, (rank, stage, share, waits) in enumerate(played.steps):
+    free, busy, ends = [0.0] * prepared.ranks, [0.0] * prepared.ranks, [0.0] * len(prepared.steps)
+    for index, (rank, stage, share, waits) in enumerate(prepared.steps):
         start = free[rank]
         for before in waits:
             if ends[before] > start:
                 start = ends[before]
         cost = share * stages[stage]
         busy[rank] += cost
-        free[rank] = ends[place] = start + cost
+        free[rank] = ends[index] = start + cost
     return max(free), max(busy)
+
+
+def _inputs(action: Action, schedule: Schedule, done: Container[Action]) -> list[Action]:
+    """Return the actions that ran before this one and that it waits for."""
+    groups = waits_for(action, schedule.stages)
+    return [before for choices in groups for before in choices if before in done]
 
 
 def _arrivals(
     action: Action, rank: int, schedule: Schedule, ends: dict[Action, float], send: float
 ) -> list[float]:
-    done = [choice for choices in waits_for(action, schedule.stages) for choice in choices if choice in ends]
-    return [ends[before] + (send if schedule.rank_of_stage[before.stage] != rank else 0.0) for before in done]
+    """Return the times at which the inputs of an action are there."""
+    inputs = _inputs(action, schedule, ends)
+    return [
+        ends[before] + (send if schedule.rank_of_stage[before.stage] != rank else 0.0) for before in inputs
+    ]
 
 
 def _per_stage(cost: Cost, stages: int) -> tuple[float, ...]:
@@ -150,7 +154,7 @@ def _per_stage(cost: Cost, stages: int) -> tuple[float, ...]:
 
 
 _HOLDS: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""Change in kept activations: they are kept until the backward is complete, and W needs them after I."""
+"""Change in the number of kept activations. W needs them after I, so I frees nothing."""
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -1,2 +1,4 @@
-"""Answers from the model of a step: the best layout and why, the fewest devices, the whole run. Needs no
-torch."""
+"""Answers from the cost model: the best layout and why, the fewest devices, the whole run.
+
+Importing this package does not import torch.
+"""

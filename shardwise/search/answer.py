@@ -1,5 +1,5 @@
-"""The planner's answer: the best layout, what it costs, why it won, where the next best of another kind
-loses, and what limits the result.
+"""The planner's answer: the best layout, its costs, why it is the best, where the best layout of another kind
+is slower, and what limits the result.
 
 The answer is plain data: the terminal, the page (cli/plan_page.py) and `--json` show the same object. Its
 sentences are made in search/reasons.py.
@@ -7,6 +7,7 @@ sentences are made in search/reasons.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +19,9 @@ from shardwise.config.compression import GATHER_SETTINGS, SETTINGS
 from shardwise.config.parameters import active_count, count
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
+from shardwise.cost.pipeline_time import total as total_of
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import RECOMPUTE, Bools, Ints, Space, Workload, concatenate, take
+from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Workload, concatenate, take
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.files import Json
@@ -33,14 +35,14 @@ LISTED = 4000
 
 
 def answer(config: Config, result: SearchResult, everything: bool = False) -> dict[str, Any]:
-    """Return the whole answer, ready for JSON. With `everything` each candidate is listed; otherwise each
-    layout once, in its best form."""
+    """Return the whole answer, ready for JSON. With `everything` all candidates are listed; otherwise each
+    layout once, with its quickest candidate."""
     if not len(result.order):
         raise ConfigError(f"the job on {result.devices} devices", nothing_fits(config, result))
     best = int(result.order[0])
     second = runner_up(result)
-    found = result.order if everything else best_of_each(result)
-    listed = found if everything else found[:LISTED]
+    choices = result.order if everything else best_of_each(result)
+    listed = choices if everything else choices[:LISTED]
     too_large = int((~result.fits).sum())
     return {
         "job": config.run.folder,
@@ -58,23 +60,23 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         else {**candidate(result, second), "loses_on": loses_on(result, best, second)},
         "binding": binding(config, result, best),
         "candidates": _listed(result, listed),
-        "found": len(found),
+        "found": len(choices),
         "rejected": result.refused | ({"does not fit in memory": too_large} if too_large else {}),
         "considered": len(result.space) + sum(result.refused.values()),
         "seconds": result.seconds,
     }
 
 
-def cluster_json(cluster: Cluster, count_of: int, margin: float) -> Json:
+def cluster_json(cluster: Cluster, devices: int, margin: float) -> Json:
     """Return the cluster and the devices that the plan is for."""
-    per_node = min(cluster.devices_per_node, count_of)
+    per_node = min(cluster.devices_per_node, devices)
     return {
         "name": cluster.name,
         "device": cluster.device.name,
-        "devices": count_of,
+        "devices": devices,
         "devices_per_node": per_node,
-        "nodes": -(-count_of // per_node),
-        "memory_gib": limit(cluster, 0.0, count_of) / GIB,
+        "nodes": -(-devices // per_node),
+        "memory_gib": limit(cluster, 0.0, devices) / GIB,
         "margin": margin,
     }
 
@@ -87,8 +89,8 @@ def _listed(result: SearchResult, listed: Ints) -> list[Json]:
         cost(result.work, result.space.take(part), result.cluster)
         for cost, part in ((play, played), (predict, order[len(played) :]))
     ]
-    together, place = concatenate(parts), {int(index): row for row, index in enumerate(order)}
-    return [candidate(result, index, take(together, [place[index]])) for index in listed.tolist()]
+    predictions, row_of = concatenate(parts), {int(index): row for row, index in enumerate(order)}
+    return [candidate(result, index, take(predictions, [row_of[index]])) for index in listed.tolist()]
 
 
 @lru_cache(maxsize=8)
@@ -115,15 +117,18 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
         "accumulation": row["accumulation"],
         "schedule": SCHEDULES[row["schedule"]] if row["pipeline"] > 1 else None,
         "recompute": RECOMPUTE[row["recompute"]],
-        "memory_gib": {name: float(v[0]) / GIB for name, v in predicted.memory.items()}
-        | {"total": float(predicted.peak[0]) / GIB},
-        "step_seconds": {name: float(value[0]) for name, value in predicted.seconds.items()}
-        | {"total": total},
+        "memory_gib": with_total(predicted.memory, GIB),
+        "step_seconds": with_total(predicted.seconds),
         "tokens_per_second_per_device": tokens,
         "mfu": tokens * _flops(result.work) / peak if peak else None,
         "host_memory_gib": float(predicted.host[0]) / GIB,
         "fits": bool(result.holds(predicted.peak, predicted.host)[0]),
     }
+
+
+def with_total(parts: Mapping[str, Array], unit: float = 1.0) -> dict[str, float]:
+    """Return the parts of a prediction of one candidate in this unit, and their total."""
+    return {name: float(values[0]) / unit for name, values in {**parts, "total": total_of(parts)}.items()}
 
 
 def _best(config: Config, result: SearchResult, index: int) -> Json:
@@ -195,6 +200,7 @@ def _pattern(space: Space, indices: Ints) -> Bools:
 
 
 def best_of_each(result: SearchResult) -> Ints:
-    """Return every layout once, best first, whatever its micro-batch and recomputation."""
+    """Return the best candidate of every layout, best first: those of one layout differ in micro-batch and
+    recomputation."""
     _, first = np.unique(result.space.layouts[1][result.order], return_index=True)
     return result.order[np.sort(first)]

@@ -1,30 +1,28 @@
-"""What a budget of compute buys: the best size of model and number of tokens, the loss to expect, hours,
-energy and money.
+"""The best use of a compute budget: size of model, number of tokens, expected loss, hours, energy and money.
 
 A model of N parameters trained on D tokens costs about C = 6 N D FLOPs (2 a weight forward, 4 backward) and
 ends, as Hoffmann et al. (2022, "Chinchilla") found by training 400 models, near the loss
 
     L(N, D) = E + A / N^α + B / D^β
 
-E is what no model of that text gets below, the second term the price of a small model, the third of few
-tokens. With C given, D = C / 6N, and the derivative vanishes where α A / N^α = β B / D^β:
+E is the loss of a perfect model of that text, the second term the cost of a small model, the third that of
+few tokens. With C given, D = C / 6N, and the derivative vanishes where α A / N^α = β B / D^β:
 
     N = G (C/6)^(β/(α+β)),    D = (C/6)^(α/(α+β)) / G,    G = (α A / β B)^(1/(α+β))
 
-Put back in, both terms fall with the same power of C, so the loss of the optimum is E + K (C/6)^(-αβ/(α+β)),
-and how much compute a loss is worth has a closed form too.
+At the optimum both terms fall with the same power of C, so its loss is E + K (C/6)^(-αβ/(α+β)). The compute
+for a given loss therefore has a closed form too.
 
-Two sets of constants are here, because the published one does not agree with its own paper. Two of the
-paper's three methods, and the model it then trained, say D ≈ 20 N at every budget; the constants it prints
-for the third say 93 tokens a parameter at Gopher's budget, and more above. Besiroglu et al. (2024,
-"Chinchilla Scaling: A replication attempt") read the runs off its plots and fitted them again: the paper's
-fit had stopped early and was printed with too few digits. Theirs has its optimum near the rule, 18 at that
-budget. So the answer here is the rule, with the loss by the constants everybody quotes, and the optima of
-both fits beside it. The minimum is flat: at that budget 10 tokens a parameter waste 3 % of the compute, 40
-waste 5 %.
+There are two sets of constants, because the published one does not agree with its own paper. By two of the
+paper's three methods, and in the model that it then trained, D ≈ 20 N at every budget. By the constants that
+it prints for the third, D is 93 N at Gopher's budget, and more above. Besiroglu et al. (2024, "Chinchilla
+Scaling: A replication attempt") read the runs off its plots and fitted them again: the paper's fit had
+stopped early and was printed with too few digits. Their optimum is near the rule, with 18 N at that budget.
+So the answer here is the rule, with the loss by the constants of the paper, and the optima of both fits
+beside it. The minimum is flat: at that budget 10 tokens per parameter waste 3 % of the compute, 40 waste 5 %.
 
-The loss is in nats a token of their text and vocabulary (32,000): good for comparing budgets, not for another
-tokenizer's curve. All of it is about dense models that see each token once.
+The loss is in nats per token of their text and vocabulary (32,000). It can compare budgets, but does not
+predict the loss with another tokenizer. All of this holds for dense models that see each token once.
 """
 
 from __future__ import annotations
@@ -199,7 +197,7 @@ def cost(
     return Bill(seconds, hours, kwh, None if price is None else hours * price)
 
 
-# -- a shape of about so many parameters ---------------------------------------------------------------------
+# -- a shape with about a given number of parameters ---------------------------------------------------------
 
 WIDTH_PER_LAYER = 120.0
 """Width over layers: between 102 (70B) and 130 (405B) in Llama 3."""

@@ -1,14 +1,14 @@
 """Find the fewest devices that train a job in time, and the fewest that hold it in memory.
 
-The search finds the best layout on a given number of devices. Here the number of devices is searched for, so
-one question takes many searches. Three things make them cheap. Whether anything fits needs only the model of
-memory (search/fits.py). The time of a step is first estimated by closed forms alone, and only the answer is
-searched in full, with simulated schedules. And numbers of devices on which even the devices' peak would be
-too slow are not tried at all.
+The search finds the best layout on a given number of devices. Finding the number of devices takes many
+searches, which are made cheap in three ways. To know whether anything fits, only memory is predicted
+(search/fits.py). The time of a step is first estimated by closed forms, and only the answer is searched in
+full, with simulated schedules. Numbers of devices that would be too slow even at the devices' peak are not
+tried.
 
-More devices do not always help: 17 nodes divide few batches and few numbers of blocks. So among whole nodes a
-bisection finds where it starts to work, and then the counts right below are tried, which a bisection may have
-missed. Within a node only powers of two are tried.
+More devices do not always help: 17 nodes divide few batches and few numbers of blocks. So a bisection over
+whole nodes finds a number that works, and then the numbers right below are tried, which the bisection may
+have missed. Within a node only powers of two are tried.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.flops import flops_per_token
+from shardwise.plurals import counted
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident
-from shardwise.search.reasons import best_layout, count_devices, nothing_fits
-from shardwise.search.search import SearchResult, host_limit, limit, offloads, search, workload_of
+from shardwise.search.reasons import best_layout, nothing_fits
+from shardwise.search.search import SearchResult, limit, offloads, search, within_limits, workload_of
 from shardwise.units import GIB
 
 MOST = 16_384
@@ -88,7 +89,7 @@ def fewest_devices(
 
 
 def _ascending(attempts: _Attempts, doubling: Sequence[int]) -> Iterator[int]:
-    """Yield the counts from the least that seems to be in time; none if not even the largest does."""
+    """Yield the counts in ascending order, from the first that seems to be in time."""
     index = next((index for index, devices in enumerate(doubling) if attempts.in_time(devices)), None)
     if index is None:
         return
@@ -108,30 +109,30 @@ class _Attempts:
         self.tried: dict[int, Tried] = {}
 
     def in_time(self, devices: int) -> bool:
-        """Return whether training ends in time on these devices, as far as it is known."""
+        """Return whether training ends in time on these devices, by the best estimate so far."""
         if devices not in self.tried:
             self.tried[devices] = self._judged(devices)
         days = self.tried[devices].days
         return days is not None and days <= self.days
 
     def _judged(self, devices: int) -> Tried:
-        least = self.steps * _ideal_seconds(self.config, self.cluster, devices) / _DAY
-        if least > self.days:
-            return Tried(devices, None, f"at the devices' peak it would take {_days(least)}")
+        ideal_days = self.steps * _ideal_seconds(self.config, self.cluster, devices) / _DAY
+        if ideal_days > self.days:
+            return Tried(devices, None, f"at the devices' peak it would take {_days(ideal_days)}")
         seconds = _rough_seconds(self.config, self.cluster.of(devices), devices)
         if seconds is None:
             return Tried(devices, None, "no layout fits")
         return Tried(devices, self.steps * seconds / _DAY)
 
-    def searched(self, devices: int, whatever: bool = False) -> SearchResult | None:
-        """Return the full search if it is in time too; with `whatever`, return it in any case."""
+    def searched(self, devices: int, even_if_late: bool = False) -> SearchResult | None:
+        """Return the full search if its layout is in time too, or with `even_if_late`, if a layout fits."""
         result = search(self.config, self.cluster.of(devices), devices)
         if not len(result.order):
             self.tried[devices] = Tried(devices, None, nothing_fits(self.config, result)[0])
             return None
         days = self.steps * float(result.total[result.order[0]]) / _DAY
         self.tried[devices] = Tried(devices, days)
-        return result if whatever or days <= self.days else None
+        return result if even_if_late or days <= self.days else None
 
     def all(self) -> tuple[Tried, ...]:
         """Return what was tried, in ascending order of devices."""
@@ -141,7 +142,7 @@ class _Attempts:
 def _in_time(attempts: _Attempts, devices: int, result: SearchResult) -> Fewest:
     days, layout = attempts.tried[devices].days or 0.0, best_layout(result)
     asked = f"{attempts.days:g} days were asked for"
-    sentence = f"{count_devices(devices)} train this in {_days(days)} ({layout}); {asked}"
+    sentence = f"{counted(devices, 'device')} train this in {_days(days)} ({layout}); {asked}"
     return Fewest(devices, attempts.days, days, layout, sentence, attempts.all(), result)
 
 
@@ -149,13 +150,13 @@ def _too_slow(attempts: _Attempts, most: int) -> Fewest:
     """Return the answer if nothing is enough: the quickest number tried, searched in full."""
     timed = [attempt for attempt in attempts.all() if attempt.days is not None]
     quickest = min(timed, key=lambda attempt: attempt.days or 0.0).devices if timed else most
-    result = attempts.searched(quickest, whatever=True)
+    result = attempts.searched(quickest, even_if_late=True)
     if result is None:
         sentence = f"no number of devices up to {most:,} trains this: {attempts.tried[quickest].reason}"
         return Fewest(None, attempts.days, None, None, sentence, attempts.all())
     days = attempts.tried[quickest].days or 0.0
     best = f"the best is {_days(days)} on {quickest:,}"
-    sentence = f"up to {count_devices(most)} cannot train this in {attempts.days:g} days: {best}"
+    sentence = f"up to {counted(most, 'device')} cannot train this in {attempts.days:g} days: {best}"
     return Fewest(None, attempts.days, days, best_layout(result), sentence, attempts.all(), result)
 
 
@@ -178,8 +179,7 @@ def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | No
     work, margin, quickest = workload_of(config), config.cluster.margin, np.inf
     for part in candidates(config, devices, fixed_fields(config), offloads(cluster)).space.parts():
         prediction = predict(work, part, cluster, SHARDWISE)
-        on_devices = prediction.peak <= limit(cluster, margin, devices)
-        fits = on_devices & (prediction.host <= host_limit(cluster, margin))
+        fits = within_limits(prediction.peak, prediction.host, cluster, margin, devices)
         quickest = min(quickest, float(np.min(prediction.total[fits], initial=np.inf)))
     return float(quickest) if np.isfinite(quickest) else None
 
@@ -207,15 +207,15 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     helps."""
     devices = resident = _smallest(config, cluster, most, any_fits)
     if devices is None:
-        sentence = f"nothing fits on up to {count_devices(_doubling(cluster, most)[-1])}"
+        sentence = f"nothing fits on up to {counted(_doubling(cluster, most)[-1], 'device')}"
         return Smallest(None, None, None, None, limit(cluster, config.cluster.margin, most) / GIB, sentence)
     result = search(config, cluster.of(devices), devices)
     best = int(result.order[0])
-    peak, sentence = float(result.peak[best]), f"fits on {count_devices(devices)} ({best_layout(result)})"
+    peak, sentence = float(result.peak[best]), f"fits on {counted(devices, 'device')} ({best_layout(result)})"
     if result.space.offload[best]:
         resident = _smallest(config, cluster, most, any_fits_resident)
         sentence += f" with {float(result.host[best]) / GIB:,.0f} GiB of each node's own memory"
-        without = f"without offloading it takes {count_devices(resident)}" if resident else ""
+        without = f"without offloading it takes {counted(resident, 'device')}" if resident else ""
         sentence += f"; {without or 'only by offloading'}"
     return Smallest(devices, resident, best_layout(result), peak / GIB, result.limit / GIB, sentence, result)
 

@@ -1,5 +1,5 @@
-"""Tell whether a job fits at all on this many devices, by the model of memory alone, which is much quicker
-than a search."""
+"""Tell whether a job fits on this many devices. Only memory is predicted, which is much quicker than a
+search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.cost.footprint import footprint, hold, host_bytes
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Bools, Space, Workload
 from shardwise.search.candidates import candidates, fixed_fields
-from shardwise.search.search import host_limit, limit, offloads, workload_of
+from shardwise.search.search import offloads, within_limits, workload_of
 
 
 def any_fits(config: Config, cluster: Cluster, devices: int) -> bool:
@@ -32,10 +32,8 @@ def _some_fit(config: Config, cluster: Cluster, devices: int, space: Space) -> b
 
 
 def fitting(work: Workload, space: Space, cluster: Cluster, margin: float, devices: int) -> Bools:
-    """Return which candidates fit. Memory alone is much quicker to compute than the whole prediction."""
+    """Return which candidates fit."""
     held = hold(work, space, SHARDWISE)
     memory = footprint(work, space, cluster, SHARDWISE, held)
     peak = sum(memory.values(), np.zeros(len(space)))
-    host = host_bytes(work, space, cluster, held)
-    fits: Bools = (peak <= limit(cluster, margin, devices)) & (host <= host_limit(cluster, margin))
-    return fits
+    return within_limits(peak, host_bytes(work, space, cluster, held), cluster, margin, devices)

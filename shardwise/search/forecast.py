@@ -1,8 +1,8 @@
-"""Predict the costs of a run before it begins, with the planner's model. The prediction is stored in
-plan.json, and compared with what then happened.
+"""Predict the costs of a run before it begins, with the cost model. The prediction is stored in plan.json
+and later compared with the run.
 
-`plan_job` decides what the user left open; `forecast` predicts what was decided. A run continues if its
-prediction cannot be made: the plan is advice, the training is the purpose.
+`plan_job` decides what the user left open; `forecast` predicts the result. If a prediction cannot be made,
+the run starts without it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
 from shardwise.plan.choose import OriginalJob
-from shardwise.search.answer import chosen, device_peak, traffic
+from shardwise.search.answer import chosen, device_peak, traffic, with_total
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
 from shardwise.search.search import play, workload_of
@@ -51,15 +51,12 @@ def forecast(
     space = space_of_layout(config.model, config.train.recompute, layout, micro_batch, accumulation)
     work = workload_of(config, bucket_bytes)
     prediction = play(work, space, cluster)
-    total = float(prediction.total[0])
     return {
         "cluster": cluster.name,
         "device": cluster.device.name,
         "peak_flops": device_peak(cluster, config.train.precision),
-        "step_seconds": {name: float(value[0]) for name, value in prediction.seconds.items()}
-        | {"total": total},
-        "memory_gib": {name: float(value[0]) / GIB for name, value in prediction.memory.items()}
-        | {"total": float(prediction.peak[0]) / GIB},
-        "tokens_per_second": work.tokens / total,
+        "step_seconds": with_total(prediction.seconds),
+        "memory_gib": with_total(prediction.memory, GIB),
+        "tokens_per_second": work.tokens / float(prediction.total[0]),
         "bytes": traffic(work, cluster, space),
     }

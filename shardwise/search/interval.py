@@ -1,27 +1,28 @@
-"""How often to save: the interval that loses least, between saving too often and computing too much again.
+"""How often to save: the interval that loses least time to saves and to work repeated after failures.
 
-A save stops training for C seconds. A failure, once in M seconds on average, throws away half an interval on
-average, and R seconds go by until training goes on. With t seconds between saves, the share of time lost is
+A save stops training for C seconds. A failure, once in M seconds on average, loses half an interval on
+average, and R seconds pass until training continues. With t seconds between saves, the share of time lost is
 to first order
 
     C / t  +  t / (2 M)  +  R / M
 
-which is least at t = sqrt(2 C M) (Young, 1974; Daly, 2006, adds terms that matter only where C comes near M).
-The minimum is flat: an interval twice too long or too short raises the first two terms by a quarter, so a
-rough M is good enough.
+which is least at t = sqrt(2 C M) (Young, 1974; Daly, 2006, adds terms that matter only if C is near M). The
+minimum is flat: an interval twice too long or too short raises the first two terms by a quarter, so a rough M
+is good enough.
 
-C is what a save costs the run, not what it takes: a save in the background stops training only for the copy
-in host memory, and may be made as often as the storage keeps up, which is the lower limit on t here.
+C is the time that a save stops training, not the time until it is stored. A save in the background stops
+training only for the copy to host memory. Saves can follow each other as fast as the storage can write, which
+is the lower limit on t here.
 
 M comes from the run's own faults once there were three of them. Before that it comes from the largest public
-record: Llama 3 405B saw 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024, section
+record: Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024, section
 3.3.4), one in about 50,700 device hours. Failures of devices add up, so M falls with their number: at that
 rate a run on 1,024 devices fails every two days.
 
-Before a run all of this can be told from sizes alone (`plan_checkpoints`). A checkpoint holds a parameter and
-its optimizer states, with AdamW 12 bytes in float32. Each device copies its share to the host at the speed of
-that link, which is the stall; all nodes together write at the speed of the storage that they share, which is
-the save; after a failure the same bytes are read back.
+Before a run, sizes alone give all of this (`plan_checkpoints`). A checkpoint holds each parameter and its
+optimizer states, 12 bytes in float32 with AdamW. Each device copies its share to the host over its link; that
+is the stall. All nodes together write to the storage that they share; that is the save. After a failure the
+same bytes are read back.
 """
 
 from __future__ import annotations
@@ -121,10 +122,10 @@ def advise(
     step takes, and `restart` how many a restart takes. The run had `faults` faults in `seconds` seconds.
     """
     known = failures(devices, faults, seconds, device_hours)
-    wished = max(best_interval(stall, known.seconds), save)
-    steps = max(1, round(wished / step))
+    interval = max(best_interval(stall, known.seconds), save)
+    steps = max(1, round(interval / step))
     return Advice(
-        every_seconds=wished,
+        every_seconds=interval,
         every_steps=steps,
         mtbf_hours=known.seconds / _HOUR,
         basis=known.basis,

@@ -1,7 +1,7 @@
 """Find the longest sequence, and the largest batch without accumulation, that fit on this many devices.
 
-Whether anything fits needs only the model of memory (search/fits.py), so both are found by bisection, and
-only the answer is searched or costed in full.
+Both are found by bisection. To know whether anything fits, only memory is predicted (search/fits.py); only
+the answer is searched or costed in full.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import RECOMPUTE, Bools, Ints, Space, Workload
+from shardwise.plurals import counted
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, fitting
-from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
+from shardwise.search.reasons import best_layout, describe_layout, nothing_fits
 from shardwise.search.search import SearchResult, play, search, workload_of
 from shardwise.units import GIB
 
@@ -49,14 +50,14 @@ def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
     step.
 
     The batch shrinks to the largest divisor of the job's batch that has no more tokens, so that it still
-    divides as before. model.max_positions is raised where the sequence is longer. States are offloaded only
-    if the job needs that without a longer sequence.
+    divides as before. model.max_positions is raised if the sequence is longer. States are offloaded only if
+    the job needs that at its own length.
     """
     cluster = cluster.of(devices)
-    enough = any_fits_resident if any_fits_resident(config, cluster, devices) else any_fits
+    job_fits = any_fits_resident if any_fits_resident(config, cluster, devices) else any_fits
 
     def fits(length: int) -> bool:
-        return enough(_with_length(config, length), cluster, devices)
+        return job_fits(_with_length(config, length), cluster, devices)
 
     low = config.data.sequence_length
     while low >= 1 and not fits(low):
@@ -85,10 +86,10 @@ def _longest(job: Config, cluster: Cluster, devices: int) -> Longest:
 def _with_length(config: Config, length: int) -> Config:
     """Return the job with sequences of another length, and about as many tokens per step."""
     batch, tokens = config.train.global_batch, config.train.global_batch * config.data.sequence_length
-    fewer = max([size for size in divisors(batch) if size * length <= tokens], default=1)
+    smaller = max([size for size in divisors(batch) if size * length <= tokens], default=1)
     changes = {
         "data": config.data.model_copy(update={"sequence_length": length}),
-        "train": config.train.model_copy(update={"global_batch": fewer}),
+        "train": config.train.model_copy(update={"global_batch": smaller}),
         "model": config.model.model_copy(update={"max_positions": max(length, config.model.max_positions)}),
     }
     return config.model_copy(update=changes)
@@ -140,7 +141,7 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     sizes = _largest_sizes(fits, len(space))
     batches = sizes * space.replica * space.data
     if not len(space) or not batches.max():
-        sentence = f"not one sequence a device fits without accumulation on {count_devices(devices)}"
+        sentence = f"not one sequence a device fits without accumulation on {counted(devices, 'device')}"
         return Largest(0, 0, 0, None, None, None, None, sentence, config)
     equal = np.flatnonzero(batches == batches.max())
     tied = replace(space, micro_batch=sizes).take(equal)

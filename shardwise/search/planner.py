@@ -72,12 +72,8 @@ class Planner:
         config, asked = self._job_to_plan
         if asked is None:
             return None
-        return "; ".join(
-            [
-                asked.why,
-                *(f"{key} {getattr(config.layout, key) or 'none'}: {why}" for key, why in asked.whys.items()),
-            ]
-        )
+        whys = (f"{key} {getattr(config.layout, key) or 'none'}: {why}" for key, why in asked.whys.items())
+        return "; ".join([asked.why, *whys])
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, OriginalJob | None]:

@@ -1,8 +1,7 @@
-"""The sentences of an answer: why a layout wins, where the next best loses, and by how much nothing fits.
+"""The sentences of an answer: why a layout wins, where the next best is slower, and why nothing fits.
 
-Reasons come from further questions to the search. Without tensor parallelism, which layout would be the best,
-and would it fit? The same is asked of the pipeline, of sharding and of recomputation. The cost of leaving out
-each is the reason for having it.
+The reason for a choice is the cost of leaving it out. Without tensor parallelism, which layout would be the
+best, and would it fit? The same question is answered for the pipeline, for sharding and for recomputation.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from shardwise.config.layout_rules import TENSOR, JobTables, broken_rules
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
-from shardwise.plurals import counted
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
 from shardwise.units import GIB
@@ -59,11 +57,6 @@ def loses_on(result: SearchResult, best: int, other: int) -> str:
 def best_layout(result: SearchResult) -> str:
     """Return the winner's layout in a few words."""
     return describe_layout(result.space.row(int(result.order[0])))
-
-
-def count_devices(number: int) -> str:
-    """Return a number of devices in words."""
-    return counted(number, "device")
 
 
 _TERMS = {
@@ -152,8 +145,8 @@ def _needed(result: SearchResult, best: int, field: str) -> str:
         return f"{name} is used by every layout that the job's sizes allow"
     fitting = without[result.fits[without]]
     if not len(fitting):
-        least_gib, limit_gib = float(result.peak[without].min()) / GIB, result.limit / GIB
-        needs = f"the smallest layout takes {least_gib:,.1f} GiB of {limit_gib:,.1f} GiB"
+        smallest_gib, limit_gib = float(result.peak[without].min()) / GIB, result.limit / GIB
+        needs = f"the smallest layout takes {smallest_gib:,.1f} GiB of {limit_gib:,.1f} GiB"
         return f"{name} is needed: without it {needs}"
     slower = float(result.total[fitting].min() / result.total[best] - 1)
     if slower > 0:
@@ -221,7 +214,7 @@ def nothing_fits(config: Config, result: SearchResult) -> list[str]:
     """Return by how much nothing fits, and what would fit."""
     if not len(result.space):
         return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
-    if (result.peak <= result.limit).any():  # then what is missing is memory of the hosts
+    if (result.peak <= result.limit).any():  # only the memory of the hosts is too small
         least = int(np.argmin(np.where(result.peak <= result.limit, result.host, np.inf)))
         layout = describe_layout(result.space.row(least))
         needs = f"{layout} fits on the devices, but its {_of_the_host(result, least)}"

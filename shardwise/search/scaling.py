@@ -1,5 +1,4 @@
-"""Scaling curves: the best layout on each of several device counts, its efficiency, and which term costs most
-of the rest.
+"""Scaling curves: the best layout on each of several device counts, its efficiency, and which term limits it.
 
 *Strong* scaling trains the same global batch on more devices: each has less to do, and what does not shrink
 (exposed communication, the update, the pipeline's bubble) is a growing part of the step. *Weak* scaling gives
@@ -7,8 +6,8 @@ each device the same work, so the global batch grows with the devices. Every cou
 best layout on 8 devices is seldom the best on 4,096.
 
 Efficiency is tokens per second and device, over that of the smallest count on which the job works. It may be
-above 1: with more devices each has more free memory, and what was recomputed or offloaded need not be any
-longer. The term that breaks a curve is the one whose part of the step grew most since that smallest count.
+above 1: with more devices each has more free memory, and recomputation or offloading may no longer be needed.
+The term that breaks a curve is the one whose part of the step grew most since that smallest count.
 
 No bound like that of Amdahl's law is given. It needs a part of the step that more devices cannot shorten.
 With another layout on each count every part can be shortened: sums by sharding, the bubble by fewer stages,

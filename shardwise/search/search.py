@@ -1,10 +1,10 @@
 """Find the best layout: cost every candidate, keep what fits, and simulate the pipelines that could win.
 
-All candidates are costed by closed forms, which assume equal stages, and by a lower bound on the time of a
-pipeline. In the order of their bounds they are then simulated with their own schedule, action by action, and
-with their actual stages, until the next bound is above the best time so far. So the winner is the quickest of
-all, and a better cluster never has a slower winner. Of equally quick layouts the simplest wins, because every
-axis is one more thing that can go wrong. A simpler one within `NEAR` is mentioned, not taken.
+For all candidates, closed forms, which assume equal stages, give the time of a step and a lower bound for it.
+Pipelines are then simulated in the order of their bounds, action by action and with their actual stages,
+until the next bound is above the best time so far. So the winner is the quickest of all, and a better cluster
+never has a slower winner. Of equally quick layouts the simplest wins, because every axis is one more thing
+that can go wrong. A simpler layout that is slower by less than `NEAR` is mentioned, but not chosen.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class SearchResult:
 
     def holds(self, peak: Array, host: Array) -> Bools:
         """Return whether this many bytes fit on a device and on the host of its node."""
-        fits: Bools = (peak <= self.limit) & (host <= self.host_limit)
-        return fits
+        return within_limits(peak, host, self.cluster, self.margin, self.devices)
 
     def prediction(self, index: int) -> Prediction:
         """Return the prediction of one candidate, term by term."""
@@ -93,23 +92,22 @@ def workload_of(config: Config, bucket_bytes: int | None = None) -> Workload:
     if problems := list(unknown_patterns(config.model, train)):
         raise ConfigError("the job", problems)
     dtypes = Dtypes.of(train)
-    widths = (train.precision, dtypes.states, dtypes.sums)
-    size = config.data.sequence_length, train.global_batch
-    wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
-    scales, cast = scale_count(config.model, train), gathered_in_float8(config.model, train)
-    float8 = shares(config.model, train)
     return Workload(
         config.model,
-        *size,
-        *widths,
-        config.layout.stages,
-        train.compile,
-        *wire,
-        bucket_bytes,
-        scales,
-        cast,
-        float8,
-        config.optimizer,
+        sequence_length=config.data.sequence_length,
+        global_batch=train.global_batch,
+        precision=train.precision,
+        state_dtype=dtypes.states,
+        reduce_dtype=dtypes.sums,
+        stages=config.layout.stages,
+        compile=train.compile,
+        compression=SumCompression.of(config.layout),
+        gathers=WeightGathers.of(config.layout),
+        bucket_bytes=bucket_bytes,
+        scales=scale_count(config.model, train),
+        cast=gathered_in_float8(config.model, train),
+        float8=shares(config.model, train),
+        optimizer=config.optimizer,
     )
 
 
@@ -122,6 +120,12 @@ def limit(cluster: Cluster, margin: float, devices: int) -> float:
 def host_limit(cluster: Cluster, margin: float) -> float:
     """Return the bytes that the devices of a node may use of its own memory."""
     return cluster.host_memory * (1 - margin)
+
+
+def within_limits(peak: Array, host: Array, cluster: Cluster, margin: float, devices: int) -> Bools:
+    """Return whether this many bytes fit on a device and on the host of its node."""
+    fits: Bools = (peak <= limit(cluster, margin, devices)) & (host <= host_limit(cluster, margin))
+    return fits
 
 
 def check_countable(config: Config) -> None:
@@ -163,8 +167,7 @@ def _costed(
     devices: int,
 ) -> SearchResult:
     total, least, peak, host = _cost(work, space, cluster)
-    on_devices, on_hosts = peak <= limit(cluster, margin, devices), host <= host_limit(cluster, margin)
-    fitting = np.flatnonzero(on_devices & on_hosts)
+    fitting = np.flatnonzero(within_limits(peak, host, cluster, margin, devices))
     by_bound = fitting[np.argsort(least[fitting], kind="stable")]
     played = _played_to_the_best(work, space, cluster, total, by_bound, least)
     order = _simplest_first(space, total, fitting[np.argsort(total[fitting], kind="stable")])
@@ -240,10 +243,10 @@ def play(work: Workload, space: Space, cluster: Cluster) -> Prediction:
     if not len(pipelines):
         return closed
     times = np.array([_times(work, space, closed, index) for index in pipelines.tolist()])  # (pipelines, 2)
-    makespan, slowest = times.T
-    played = take(closed.step, pipelines).seconds(slowest, makespan, cluster, SHARDWISE)
+    makespan, busiest = times.T
+    simulated = take(closed.step, pipelines).seconds(busiest, makespan, cluster, SHARDWISE)
     seconds = {name: value.copy() for name, value in closed.seconds.items()}
-    for name, value in played.items():
+    for name, value in simulated.items():
         seconds[name][pipelines] = value
     return replace(closed, seconds=seconds)
 
@@ -267,12 +270,12 @@ def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, 
     The last round is as incomplete as it will be.
     """
     few = min(row["accumulation"], 2 * row["pipeline"] + row["accumulation"] % row["pipeline"])
-    played = _programme(SCHEDULES[row["schedule"]], row["pipeline"], few, row["stages_per_rank"])
-    makespan, busiest = play_through(played, stage)
+    prepared = _prepared(SCHEDULES[row["schedule"]], row["pipeline"], few, row["stages_per_rank"])
+    makespan, busiest = play_through(prepared, stage)
     rest = (row["accumulation"] - few) * busiest / few
     return makespan + rest, busiest + rest
 
 
 @lru_cache(maxsize=256)
-def _programme(name: str, ranks: int, micro_batches: int, per_rank: int) -> PreparedSchedule:
+def _prepared(name: str, ranks: int, micro_batches: int, per_rank: int) -> PreparedSchedule:
     return prepare_schedule(make_schedule(name, ranks, micro_batches, per_rank, checked=False))

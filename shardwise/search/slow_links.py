@@ -11,10 +11,9 @@ less:
   each group take H steps alone and then average the parameters: 4 bytes a parameter once in H steps. A group
   holds the whole model, so what ZeRO shared over all devices must fit into fewer.
 
-Each is costed by the model of the step with its own traffic in place of the gradients': what the backward
-pass hides is still hidden. None of them computes the gradient of the plain job, so the search chooses none
-unless the job accepts it (search/lossy.py). Those that would be slower are listed too; on quick links most
-are.
+Each is costed by the cost model, with its own traffic in place of that of gradients. What the backward pass
+hides is still hidden. None of them computes the gradient of the plain job, so the search chooses one only if
+the job allows it (search/lossy.py). Slower alternatives are listed too; on quick links most are slower.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def gradient_bytes(result: SearchResult) -> float:
 
 
 def _compressed(result: SearchResult, winner: Space) -> Iterator[Alternative]:
-    """Yield every codec that the winner's layout can run, with the job's own settings; and no codec, if the
-    job has one."""
+    """Yield every codec that the winner's layout can use, with the job's own settings; and the alternative
+    without a codec, if the job has one."""
     if result.work.compression is not None:
         yield _alternative(result, winner, PLAIN, None, "Gradients are summed as they are.")
     settings = {name: result.fixed[name] for name in SETTINGS if name in result.fixed}
@@ -213,8 +212,8 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
 
 
 def _smallest_worker(result: SearchResult, winner: Space) -> Space | None:
-    """Return the winner's layout on as few data-parallel devices as hold it: at least those of a node, and
-    fewer than all."""
+    """Return the winner's layout on the fewest data-parallel devices that hold it: at least those of a node,
+    and fewer than all."""
     copies, inner = int(winner.data[0] * winner.replica[0]), int(winner.tensor[0] * winner.context[0])
     node = result.cluster.devices_per_node
     for size in divisors(copies)[:-1]:

@@ -39,8 +39,8 @@ _DAY = 86400.0
 def beyond(
     config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS
 ) -> Json:
-    """Return what an answer contains beside the step: the whole run, links, checkpoints, ways to send less,
-    and which codec would be worth it."""
+    """Return the part of an answer that is not about the step: the whole run, links, checkpoints, ways to
+    send less, and which codec would be worth it."""
     best = int(result.order[0])
     seconds, choices = float(result.prediction(best).total[0]), alternatives(result)
     return {
@@ -67,10 +67,10 @@ def whole_run(config: Config, result: SearchResult, best: int) -> Json:
 
 
 def to_hide(result: SearchResult, best: int) -> Json | None:
-    """Return the bandwidth that a device needs so that gathers and gradient sums hide behind the computing,
-    at the link's own latency.
+    """Return the bandwidth that a device needs to hide gathers and gradient sums behind computing, at the
+    link's own latency.
 
-    It is that of the network if any of them cross nodes, where the devices of a node share what crosses;
+    It is that of the network if any of them cross nodes, because the devices of a node share that traffic;
     otherwise that of the links inside a node.
     """
     winner = result.space.take([best])
