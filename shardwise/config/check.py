@@ -79,18 +79,22 @@ def sources_of_model(model: Mapping[str, object]) -> list[str]:
     return given if "pretrained" in given else []
 
 
-def _keep_one(*keys: str) -> str:
-    *others, last = keys
-    every, ways = "both" if len(keys) == 2 else "all", " or ".join(f"{key}=" for key in keys)
+def _keep_one(key: str, other: str) -> str:
     return (
-        f"{', '.join(others)} and {last} are {every} given; keep one: on the command line, {ways} leaves it "
-        "out"
+        f"{key} and {other} are both given; keep one: on the command line, {key}= or {other}= leaves it out"
     )
 
 
 def _one_source(model: Model) -> Iterator[str]:
-    if len(given := sources_of_model(model.__dict__)) > 1:
-        yield _keep_one(*(f"model.{key}" for key in given))
+    match [f"model.{key}" for key in sources_of_model(model.__dict__)]:
+        case [key, other]:
+            yield _keep_one(key, other)
+        case [preset, module, pretrained]:
+            yield (
+                f"{preset}, {module} and {pretrained} are all given; keep {pretrained} alone, or the other "
+                f"two, which may stand together: on the command line, {pretrained}= leaves out the first, "
+                f"and {preset}= with {module}= the others"
+            )
 
 
 def _one_cluster(cluster: ClusterSection) -> Iterator[str]:

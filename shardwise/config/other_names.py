@@ -16,6 +16,9 @@ from shardwise.config.schema import SECTIONS, keys_of
 
 SURE, LIKELY = 0.8, 0.6
 """Similarity (difflib's ratio) above which one word is surely, or likely, a misspelling of another."""
+MAX_SHORT = 5
+"""Maximum number of letters of a short word. With one letter more or less it is often another word: `mode` is
+not `model`, another program's name of a preset."""
 
 
 class JobKey(NamedTuple):
@@ -214,10 +217,13 @@ def _named_key(word: str) -> JobKey | None:
 
 
 def _similar_key(word: str) -> JobKey | None:
-    """Return the key whose name, here or in another program, is most similar to a word."""
+    """Return the key whose name, here or in another program, is most similar to a word. A short word is
+    compared with our names only, and only with those of about its length."""
     keys = [key for section in SECTIONS for key in keys_of(section)]
     # A note without a key would be wrong for another word.
     names = [name for name, meant in OTHER_NAMES.items() if meant.key]
+    if len(word) <= MAX_SHORT:
+        keys, names = [key for key in keys if abs(len(key) - len(word)) <= 1], []
     similar = _most_similar(word, [*keys, *names], SURE)
     return _named_key(similar) if similar else None
 

@@ -81,9 +81,10 @@ def links_outside(folder: Path) -> str | None:
         outside = [path for path in files if path.is_file() and is_link_outside(path, root)]
     if not outside:
         return None
-    first, are = outside[0], "is a link" if len(outside) == 1 else "are links"
+    first = outside[0]
+    are_links = "is a link to a file" if len(outside) == 1 else "are links to files"
     return (
-        f"{folder}: {counted(len(outside), 'file')} {are} to files elsewhere ({first.name}: "
+        f"{folder}: {counted(len(outside), 'file')} {are_links} elsewhere ({first.name}: "
         f"{os.path.realpath(first)})"
     )
 

@@ -31,7 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.pretrained_folder import TOKENIZER_CONFIG, file_of, tokenizer_settings
-from shardwise.data.render import InvalidTemplate, Request, TemplateFailed, TemplateRefused, renderer
+from shardwise.data.render import (
+    InvalidTemplate,
+    Request,
+    TemplateFailed,
+    TemplateRefused,
+    TemplateStopped,
+    renderer,
+)
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading
 
@@ -62,6 +69,13 @@ _OPEN, _CLOSE = f"\ue000{_NONCE}\ue001", f"\ue002{_NONCE}\ue003"
 """Marks around what a template marks as an answer. They are removed again, and no text of a user contains
 them.
 """
+
+
+class TemplateUnusable(UserError):
+    """The chat template is not valid, reaches a limit, or cannot be run. It would probably fail for each
+    further record, and take as long.
+    """
+
 
 Span = tuple[int, int]
 """First character, and the character after the last."""
@@ -204,9 +218,11 @@ class ChatTemplate:
         try:
             text = renderer().render(Request(self.source, variables, (_OPEN, _CLOSE)))
         except InvalidTemplate as error:
-            raise UserError(f"{self.file} is not a chat template: {error}") from None
+            raise TemplateUnusable(f"{self.file} is not a chat template: {error}") from None
         except TemplateRefused as error:
             raise UserError(f"the chat template refuses it: {error}") from None
+        except TemplateStopped as error:
+            raise TemplateUnusable(f"the chat template in {self.file} {error}") from None
         except TemplateFailed as error:
             raise UserError(f"the chat template in {self.file} {error}") from None
         return _without_marks(without_lone_surrogates(text))
@@ -262,6 +278,8 @@ def answered_texts(
     messages = _messages(values[MESSAGES], where)
     try:
         return template.answered(messages)
+    except TemplateUnusable as error:
+        raise TemplateUnusable(f"{where}: {error}. The records after it were not tried") from None
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -44,6 +44,8 @@ MEMORY = 512 << 20
 """Limit of the process's address space in bytes."""
 CHARACTERS, GROWTH = 1 << 20, 16
 """A rendered conversation may have CHARACTERS characters, plus GROWTH for each character of its input."""
+_LIMIT = "for one conversation, which is the limit"
+_ADVICE = "correct the template, or shorten the conversation if only this one is too long"
 _LENGTH = struct.Struct("<Q")
 _MAX_COMPILED = 64
 """Maximum number of compiled templates that the process keeps."""
@@ -62,10 +64,22 @@ class TemplateRefused(Exception):
 
 
 class TemplateFailed(Exception):
-    """The template fails for this conversation, or reaches a limit.
+    """The template fails for this conversation. The message is a predicate, such as "fails at it: …"."""
 
-    The message is a predicate, such as "needs more than …".
+
+class TemplateStopped(TemplateFailed):
+    """The template reaches a limit, or its process cannot run. The message is a predicate, such as "needs
+    more than …".
     """
+
+
+_EXCEPTIONS = {
+    "not a template": InvalidTemplate,
+    "refused": TemplateRefused,
+    "failed": TemplateFailed,
+    "stopped": TemplateStopped,
+}
+"""Exceptions by the kind of the other process's answer."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Renderer:
             )
         except OSError as error:
             reason = error.strerror or error
-            raise TemplateFailed(f"cannot be run: no process for it could be started ({reason})") from None
+            raise TemplateStopped(f"cannot be run: no process for it could be started ({reason})") from None
         self.pid = self._process.pid
         self.owner = os.getpid()
         self._lock = threading.Lock()
@@ -118,14 +132,14 @@ class Renderer:
                 _send(self._process.stdin, message.encode())
                 kind, text = json.loads(_received(self._process.stdout))
         except (OSError, EOFError):
-            raise TemplateFailed(self._how_it_ended()) from None
+            raise TemplateStopped(self._how_it_ended()) from None
         # After Ctrl-C, for example, this answer would still come and be taken for the next request's.
         except BaseException:
             self.close()
             raise
         if kind == "text":
             return str(text)
-        raise {"not a template": InvalidTemplate, "refused": TemplateRefused}.get(kind, TemplateFailed)(text)
+        raise _EXCEPTIONS[kind](text)
 
     def is_usable(self) -> bool:
         """Return whether the other process runs and was started by this process, not by one it was forked
@@ -147,7 +161,7 @@ class Renderer:
         status = self._process.wait()
         self.close()
         if status == -signal.SIGPROF:
-            return f"takes more than {SECONDS:g} s of processor time for one conversation, which is the limit"
+            return f"takes more than {SECONDS:g} s of processor time {_LIMIT}; {_ADVICE}"
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         return f"cannot be run: its process was ended {how}"
 
@@ -222,9 +236,9 @@ def _answer(
     except TemplateError as error:
         return kind, str(error)
     except MemoryError:
-        return "failed", f"needs more than {limits.memory >> 20} MiB for one conversation, which is the limit"
-    except TemplateFailed as error:
-        return "failed", str(error)
+        return "stopped", f"needs more than {limits.memory >> 20} MiB {_LIMIT}; {_ADVICE}"
+    except TemplateStopped as error:
+        return "stopped", str(error)
     except Exception as error:  # a program may fail in any way
         return "failed", f"fails at it: {type(error).__name__}: {error}"
 
@@ -235,8 +249,7 @@ def _joined(pieces: Iterator[str], most: int) -> str:
     for piece in pieces:
         length += len(piece)
         if length > most:
-            limit = f"{most:,} characters for one conversation, which is the limit for its length"
-            raise TemplateFailed(f"writes more than {limit}")
+            raise TemplateStopped(f"writes more than {most:,} characters {_LIMIT} for its length; {_ADVICE}")
         written.append(piece)
     return "".join(written)
 

@@ -44,6 +44,7 @@ from shardwise.data.chat import (
     PROMPT,
     ChatTemplate,
     Span,
+    TemplateUnusable,
     answered_texts,
     without_lone_surrogates,
 )
@@ -60,7 +61,7 @@ MAX_REPORTED = 20
 MAX_SEARCHED = 100_000
 """Maximum number of records that are searched for more bad ones after the first."""
 SEARCH_SECONDS = 5.0
-"""Maximum number of seconds of that search. A chat template may take long to fail."""
+"""Maximum number of seconds of that search."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
 RUN_FILES = ("config.toml", "plan.json")
@@ -185,7 +186,7 @@ def read_pieces(
     conversations.
 
     If a record is bad, the rest of the file and the `following` files are searched for more bad records, and
-    one error names them all.
+    one error names them all. The search ends where the chat template cannot be used.
     """
     if _kind(file.path) == "text":
         if answers:
@@ -198,6 +199,8 @@ def read_pieces(
     for record in records:
         try:
             pieces = _pieces(record, text_field, answers, template)
+        except TemplateUnusable:
+            raise
         except UserError as error:
             tables = (_read(other, text_field) for other in following if _kind(other.path) != "text")
             others = _within_time(islice(chain(records, *tables), MAX_SEARCHED))
@@ -226,11 +229,15 @@ def _within_time(records: Iterator[_Record]) -> Iterator[_Record]:
 
 
 def _problems(records: Iterator[_Record], read: Callable[[_Record], object]) -> Iterator[str]:
-    """Yield what is wrong with each bad record. A file that cannot be read at all is the last problem."""
+    """Yield what is wrong with each bad record. The last problem is a file that cannot be read at all, or a
+    chat template that cannot be used.
+    """
     try:
         for record in records:
             try:
                 read(record)
+            except TemplateUnusable:
+                raise
             except UserError as error:
                 yield str(error)
     except UserError as error:

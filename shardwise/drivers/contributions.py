@@ -28,7 +28,7 @@ from shardwise.asynchronous.scheduler import Scheduler, Update
 from shardwise.config import Config
 from shardwise.drivers.server_settings import portions, server_settings
 from shardwise.errors import UserError
-from shardwise.mesh import open_team_store
+from shardwise.mesh import Worker, open_team_store
 from shardwise.mesh.sockets import address_towards
 from shardwise.optim import local
 from shardwise.parallel.placement import local_slices
@@ -80,7 +80,7 @@ class Contributions:
         if public:
             address = address_towards(worker.address, worker.port)
             self._listener = Listener(
-                address, credentials(worker.store_name), self.store, self.scheduler, digest(config), self.rows
+                address, credentials(worker), self.store, self.scheduler, digest(config), self.rows
             )
             open_team_store(worker).set(f"listener {worker.rank}", f"{address} {self._listener.port}")
 
@@ -204,10 +204,11 @@ def digest(config: Config) -> str:
     return hashlib.sha256(config.model_dump_json(include=tables).encode()).hexdigest()
 
 
-def credentials(store_name: str) -> Credentials:
-    """Return the credentials of a worker, made of the key prefix of torch's store. Anyone who can read the
-    store can learn this prefix (docs/security.md)."""
-    return Credentials("server", store_name.encode())
+def credentials(worker: Worker) -> Credentials:
+    """Return the credentials of the run's servers and workers. Their hosts derive them from the run's secret,
+    so they are not in torch's store, which anyone can read who reaches it."""
+    assert worker.server_key, "the host gives every worker the key"
+    return Credentials("server", worker.server_key)
 
 
 def _to_message(update: Update | None) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ class Contributor:
             for rank in range(ranks):
                 store = open_team_store(worker, timedelta(seconds=MEET_SECONDS))
                 address, _, port = store.get(f"listener {rank}").decode().rpartition(" ")
-                wires.append(dial(address, int(port), credentials(worker.store_name)))
+                wires.append(dial(address, int(port), credentials(worker)))
             return _Connected(self._training, self._config, wires, worker).work(link)
         except (OSError, EOFError, UntrustedMessage, torch.distributed.DistError) as error:
             log.warning("let go of the servers: %s", error)

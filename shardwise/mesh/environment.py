@@ -38,6 +38,9 @@ class Worker:
     """
     store_name: str = ""
     """Prefix under which the teams of this run find each other in the store."""
+    server_key: bytes = field(default=b"", repr=False)
+    """Key by which a parameter server and its workers recognise each other. It is never sent over a network.
+    """
 
 
 @dataclass(frozen=True)

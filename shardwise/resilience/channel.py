@@ -52,6 +52,10 @@ class Credentials:
     run: str
     secret: bytes
 
+    def derived_key(self, purpose: str) -> bytes:
+        """Return a key for another purpose, which every host of the run can compute and nobody else."""
+        return self._keyed(purpose.encode())
+
     def _keyed(self, purpose: bytes, *numbers: bytes) -> bytes:
         parts = [purpose, hashlib.sha256(self.run.encode()).digest(), *numbers]
         return hmac.digest(self.secret, b" ".join(parts), "sha256")

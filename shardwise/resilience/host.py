@@ -13,6 +13,7 @@ to workers in worker_messages.py, and the search for hangs in hangs.py.
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
 from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience import worker_messages
+from shardwise.resilience.channel import Credentials
 from shardwise.resilience.fork_server import wake_server
 from shardwise.resilience.hangs import find_hang, record_hang
 from shardwise.resilience.leadership import Leadership
@@ -94,6 +96,8 @@ class Host:
         self.leader, self.leadership = leader, leadership
         self.loose = loose
         """Whether workers that are not ranks of the team work for it."""
+        self._only_host = Credentials("", secrets.token_bytes(32))
+        """Credentials of a run without other hosts."""
         self._record = record
         self._newest_saved = newest_saved
         """Function that returns the step of the newest complete checkpoint, if there is one."""
@@ -503,9 +507,17 @@ class Host:
             launcher="shardwise",
             generation=team.generation,
             store_name=team.store_name,
+            server_key=self._server_key(),
         )
         worker.send(worker_messages.JoinTeam(identity, team))
         write_members(self.logs, self.name, team.generation, self._at_work())
+
+    def _server_key(self) -> bytes:
+        """Return the key by which servers and workers of this run recognise each other, if there are any."""
+        if not self.loose:
+            return b""
+        credentials = self.leadership.credentials() if self.leadership else self._only_host
+        return credentials.derived_key("server")
 
     def _end(self, orders: Orders) -> int:
         """End this host after the run has ended, well or not. Return the exit status."""

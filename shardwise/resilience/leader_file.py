@@ -91,7 +91,7 @@ class LeaderFile:
         address, port = self._first
         if record and not (self.given and attempt % 2):
             address, port = record.address, record.port
-        secret = self.given or (record.secret if record else "")
+        secret = self.given or (record.secret if record else self._secret)
         return address, port, Credentials(self._run, secret.encode()) if secret else None
 
     def begin(self) -> Credentials:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh.sockets import address_towards
+from shardwise.resilience.channel import Credentials
 from shardwise.resilience.first_node_file import FirstNodeFile, FirstNodeStatus
 from shardwise.resilience.host_description import HostDescription
 from shardwise.resilience.leader_connection import LeaderClient, LeaderServer
@@ -118,13 +119,18 @@ class Leadership:
 
     def _announce_this_host(self) -> None:
         """Accept calls from the other hosts, and write the address for them."""
-        _, _, credentials = self._leader_file.find()
-        assert credentials is not None, "this host has called a leader"
+        credentials = self.credentials()
         try:
             self.leader_server = LeaderServer(self.address, self._first[1], credentials, self._description)
         except UserError:  # on one machine, several hosts cannot have the same port
             self.leader_server = LeaderServer(self.address, 0, credentials, self._description)
         self._leader_file.announce(self.address, self.leader_server.port)
+
+    def credentials(self) -> Credentials:
+        """Return the credentials of the run. This host leads it, or has called its leader."""
+        _, _, credentials = self._leader_file.find()
+        assert credentials is not None, "this host leads, or has called a leader"
+        return credentials
 
     def _unwritable(self, error: OSError) -> str:
         file = f"{self._leader_file.path}, where hosts look for their leader,"

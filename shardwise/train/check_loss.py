@@ -4,10 +4,19 @@ A module that returns a mean would train without an error. But shardwise divides
 global batch again, so loss and gradients are too small, and depend on the size of a micro-batch. Evaluation
 fills its last batch with rows without targets, whose mean is 0 / 0, so the held-out loss would be nan.
 
-So one sequence is evaluated alone, and twice in one batch. A sum doubles, a mean stays the same. This costs
-forwards of three rows in eval mode, once in a run. All ranks evaluate the same sequence, so that all come to
-the same conclusion on any layout. Weights, buffers, random state and the ledger of collectives are restored
-afterwards.
+So one sequence is evaluated alone, and twice in one batch. A sum doubles, a mean over the batch stays the
+same.
+
+A module may also return a sum over rows of means within each row. Such a loss doubles too. So a sequence of
+random tokens is evaluated whole and up to its middle. A sum over tokens halves, a mean stays. The tokens are
+random because a text may repeat itself, and then almost all of its loss may lie in the first half. The rest
+is cut off, not masked with targets of -100: masked tokens add 0 to a mean that divides by the length, so it
+would halve too. Nothing is concluded about a module that cannot take a shorter sequence, or whose
+`count_items` counts as many items in the half.
+
+That costs forwards of less than five rows in eval mode, once in a run. All ranks evaluate the same sequences,
+so that all come to the same conclusion on any layout. Weights, buffers, random state and the ledger of
+collectives are restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,11 +35,18 @@ from shardwise.data.batches import Batch, to_batch
 from shardwise.errors import UserError
 from shardwise.models import IGNORED, attention_backends
 from shardwise.models.user_module import WHAT_TO_RETURN
+from shardwise.parallel import build_plain
+from shardwise.plan import ModelSpec
 from shardwise.train.build import Training
 
 CLOSE = 0.05
 """Relative difference below which two losses count as the same. A sum differs by 1, rounding in 16 bits by
 less than 0.01."""
+SHORTER = 0.75
+"""Largest share of the items of a sequence that may be in its half. With more, a sum and a mean are too
+close."""
+SEED = 1
+"""Seed of the random tokens."""
 
 
 @torch.no_grad()
@@ -39,10 +55,15 @@ def check_summed_loss(training: Training) -> None:
     must call this."""
     if training.config.model.module is None:
         return
-    row = _row_with_targets(training)
+    rows = training.dataset.sequences(0, training.plan.micro_batch)
+    row, random = _row_with_targets(training, rows), _random_row(training, rows)
     untaught = replace(row, targets=torch.full_like(row.targets, IGNORED), valid=0)
     with _without_trace(training):
         (once, items), (twice, items_of_two) = (_measured(training, batch) for batch in (row, _twice(row)))
+        half = _beginning(random, _half_length(training))
+        (part, items_of_part), (whole, items_of_whole) = (
+            _measured(training, each) for each in (half, random)
+        )
         empty = _measured(training, untaught)[0] if _evaluation_is_filled_up(training) else 0.0
     name = training.config.model.module.rpartition(":")[2]
     if once and items_of_two > items and abs(twice - once) <= CLOSE * abs(once):
@@ -50,6 +71,13 @@ def check_summed_loss(training: Training) -> None:
             f"{name}.forward returns a mean: the loss of one sequence is {once:.4g}, and that of the same "
             f"sequence twice in a "
             f"batch is {twice:.4g}, where a sum is twice as large. {WHAT_TO_RETURN}"
+        )
+    sum_of_part = whole * items_of_part / (items_of_whole or 1.0)
+    if items_of_part <= SHORTER * items_of_whole and part > (sum_of_part + whole) / 2 > 0:
+        raise UserError(
+            f"{name}.forward returns a mean over each sequence: the loss of {random.valid} random tokens is "
+            f"{whole:.4g}, and that of the first {half.valid} of them is {part:.4g}, where a sum is "
+            f"about {sum_of_part:.4g}. {WHAT_TO_RETURN}"
         )
     if math.isfinite(once) and not math.isfinite(empty):
         raise UserError(
@@ -59,14 +87,44 @@ def check_summed_loss(training: Training) -> None:
         )
 
 
-def _row_with_targets(training: Training) -> Batch:
-    """Return that of the run's first sequences which has the most targets: with conversations, some have
-    none."""
-    rows = training.dataset.sequences(0, training.plan.micro_batch)
+def _row_with_targets(training: Training, rows: Rows) -> Batch:
+    """Return the one of the run's first sequences that has most targets. A sequence of a conversation may
+    have none."""
     best = int(np.argmax((rows.targets != IGNORED).sum(1)))
     row = slice(best, best + 1)
     documents = None if rows.documents is None else rows.documents[row]
     return to_batch(Rows(rows.inputs[row], rows.targets[row], documents), training.mesh.device)
+
+
+def _random_row(training: Training, rows: Rows) -> Batch:
+    """Return one document of random tokens, drawn from those that occur in the run's first sequences."""
+    drawn = np.random.default_rng(SEED).choice(np.unique(rows.inputs), rows.inputs.shape[1] + 1)
+    documents = None if rows.documents is None else np.zeros_like(rows.documents[:1])
+    return to_batch(Rows(drawn[None, :-1], drawn[None, 1:], documents), training.mesh.device)
+
+
+def _half_length(training: Training) -> int:
+    """Return about half of the length of a sequence, which the devices can share. If the module cannot take
+    that length, return the whole length.
+
+    The module is called without values for this. On the devices, an error of one pipeline stage would let the
+    others wait.
+    """
+    config, multiple = training.config, training.parallel.multiple
+    length = config.data.sequence_length
+    half = length // 2 // multiple * multiple
+    ids = torch.zeros(1, half, dtype=torch.int64, device="meta")
+    try:
+        build_plain(ModelSpec.of(config)).to("meta").eval()(ids, ids, documents=ids)
+    except Exception:
+        return length
+    return half or length
+
+
+def _beginning(batch: Batch, length: int) -> Batch:
+    documents = None if batch.documents is None else batch.documents[:, :length]
+    inputs, targets = batch.inputs[:, :length], batch.targets[:, :length]
+    return replace(batch, inputs=inputs, targets=targets, documents=documents, valid=length)
 
 
 def _twice(batch: Batch) -> Batch:

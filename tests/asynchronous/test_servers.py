@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
+from ranks.jobs import ALONE, FAMILIES, job, start
 
 from shardwise.asynchronous import listener as listening
 from shardwise.asynchronous import messages
@@ -37,6 +39,8 @@ from shardwise.asynchronous.portions import Portions
 from shardwise.asynchronous.scheduler import Scheduler
 from shardwise.asynchronous.wire import Wire, dial
 from shardwise.codecs import parse_row_codec
+from shardwise.drivers.contributions import Contributions, credentials
+from shardwise.mesh import open_rendezvous_store
 from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience.channel import Credentials
 
@@ -355,3 +359,29 @@ class TestPatience:
         self.scheduler.lost("a")
         self.scheduler.bring("b", Bring(3, 0.0, 1, 1, 0))
         assert self.scheduler.ask("c", 0) == Task(4, 1), "of a new one it is not known how long it takes"
+
+
+def test_what_the_store_holds_opens_no_server_and_the_key_of_the_hosts_does(corpus: str) -> None:
+    key = Credentials("run", b"the secret of this run").derived_key("server")
+    store = open_rendezvous_store()
+    worker = replace(ALONE, address=LOOPBACK, port=store.port, store_name="a prefix", server_key=key)
+    tables = job(corpus, model=FAMILIES["llama"], train={"driver": "server"})
+    training = start(worker, {**tables, "server": {"portions": 2}})
+    with closing(Contributions(training, stop_asked=lambda: False, waiting=lambda: None)):
+        (name,) = [name for name in store.list_keys() if "listener" in name]
+        assert "a prefix" in name
+        _, _, port = store.get(name).decode().rpartition(" ")
+        for known in (name, "a prefix", "a prefix-0-word", name.partition("-")[0]):
+            stranger = dial(LOOPBACK, int(port), Credentials("server", known.encode()))
+            with closing(stranger), pytest.raises((EOFError, OSError)):
+                said(stranger, Hello("stranger"))
+        with closing(dial(LOOPBACK, int(port), credentials(worker))) as ours:
+            assert isinstance(said(ours, Hello("ours")), Welcome)
+
+
+def test_every_host_of_a_run_derives_the_same_key_and_no_other_run_does() -> None:
+    key = OURS.derived_key("server")
+    assert key == Credentials(OURS.run, OURS.secret).derived_key("server")
+    for other in (Credentials("another", OURS.secret), Credentials(OURS.run, b"another secret of a run")):
+        assert other.derived_key("server") != key
+    assert key not in (OURS.secret, OURS.derived_key("another purpose"))

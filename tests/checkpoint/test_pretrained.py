@@ -295,6 +295,15 @@ def test_a_folder_of_links_to_shared_storage_is_read_and_said_to_be_one(folder: 
     assert links_outside(folder) is None
 
 
+def test_one_link_is_said_to_lead_to_one_file(tmp_path: Path) -> None:
+    (tmp_path / "stored").write_text("{}")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").symlink_to("../stored")
+    assert str(links_outside(tmp_path / "mine")).startswith(
+        f"{tmp_path / 'mine'}: 1 file is a link to a file elsewhere (config.json: "
+    )
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_broken_link_in_a_folder_is_named(folder: Path, tmp_path: Path, name: str) -> None:
     mine = shutil.copytree(folder, tmp_path / "mine")

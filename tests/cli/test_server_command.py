@@ -8,13 +8,17 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from warm import Command, Server
 from watched import records, wait_for_step
+
+from shardwise.resilience.forked_process import free_port
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -129,6 +133,46 @@ def test_a_killed_server_or_worker_changes_no_loss(
     assert "Traceback" not in errors
     assert losses(tmp_path / "run") == pytest.approx(synchronous[0], rel=1e-5)
     assert [record["data"] for record in records(tmp_path / "run")] == synchronous[1]
+
+
+def connections_to_server(run: Path) -> set[int]:
+    """Ports at which workers of the host without the server are connected to it."""
+    known = [json.loads(path.read_text())["workers"] for path in (run / "logs").glob("workers-*.json")]
+    servers = [one["pid"] for workers in known for one in workers if not one["loose"]]
+    others = [one["pid"] for workers in known if all(one["loose"] for one in workers) for one in workers]
+    connections = {pid: psutil.Process(pid).net_connections("tcp") for pid in (*servers, *others)}
+    ports = {one.laddr.port for pid in servers for one in connections[pid] if one.status == "LISTEN"}
+    return {
+        one.laddr.port
+        for pid in others
+        for one in connections[pid]
+        if one.status == "ESTABLISHED" and one.raddr.port in ports
+    }
+
+
+def test_a_worker_on_another_host_joins(started: Started, tmp_path: Path) -> None:
+    """Two "hosts", here on one machine. A worker that does not know the key would be hung up on, and call
+    again from another port."""
+    common = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        "PET_RDZV_ID": "test",
+    }
+    words = ["server.portions=2", "train.steps=100000", "run.folder=run"]
+    hosts = [started("train", *SERVER, *words, PET_NODE_RANK=str(rank), **common) for rank in range(2)]
+    seen: set[int] = set()
+    deadline = time.monotonic() + 90
+    wait_for_step(tmp_path / "run", 3)
+    while not seen & (now := connections_to_server(tmp_path / "run")):
+        assert time.monotonic() < deadline, "no connection lasts for a second"
+        seen = now
+        time.sleep(1.0)
+    for host in hosts:
+        host.send_signal(signal.SIGTERM)
+    for host in hosts:
+        _, errors = host.communicate(timeout=60)
+        assert host.returncode == 75, errors
 
 
 def test_a_stopped_run_goes_on_to_the_last_bit(

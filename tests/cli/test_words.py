@@ -80,13 +80,15 @@ def test_help_shows_descriptions_whole_and_train_among_the_first() -> None:
     assert "..." not in CliRunner().invoke(app, ["checkpoint", "--help"]).output.partition("Commands:")[2]
 
 
-def test_what_is_given_three_times_is_not_both(tmp_path: Path) -> None:
+def test_a_folder_beside_a_preset_and_a_module_is_told_which_may_stand_together(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text(
         '[model]\npreset = "bytes-2m"\nmodule = "a.py:A"\npretrained = "folder"\n[data]\nsource = "x.txt"\n'
     )
     with pytest.raises(
-        UserError, match=r"model\.preset, model\.module and model\.pretrained are all given; keep one"
+        UserError,
+        match=r"are all given; keep model\.pretrained alone, or the other two, which may stand together: on "
+        r"the command line, model\.pretrained= leaves out the first, and model\.preset= with model\.module= ",
     ):
         read(job)
 

@@ -67,6 +67,19 @@ def test_an_unknown_key_is_answered_with_ours_alone(section: str, name: str, our
     assert "known are" not in problem
 
 
+@pytest.mark.parametrize("override", ["train.mode=async", "train.mode="])
+def test_a_word_that_is_only_similar_to_a_short_name_is_answered_with_the_keys(
+    tmp_path: Path, override: str
+) -> None:
+    (tmp_path / "job.toml").write_text('[data]\nsource = "text.txt"\n')
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path / "job.toml", [override])
+    (problem,) = refusal.value.problems
+    assert "unknown key; known are: " in problem
+    assert "driver" in problem
+    assert "model.preset" not in problem
+
+
 def test_a_key_on_the_command_line_replaces_the_same_key_in_another_spelling(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('[data]\nsource = "text.txt"\n[layout]\ndata = -1\n')
     assert read(tmp_path / "job.toml", ["layout.dp=2"]).layout.data == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -494,6 +495,28 @@ def test_a_template_without_end_is_stopped_by_a_limit_that_is_named(
     assert template.write(TALKS[0]["messages"]).startswith("<|im_start|>user\nto be?"), (
         "others are written as ever"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{{ 'x' * 10**7 }}", f"the chat template in .*{LONG}, .*; correct the template, or shorten"),
+        (LOOPS, f"the chat template in .*{SLOW}.*; correct the template, or shorten"),
+        ("{% for x in y %}", "is not a chat template"),
+    ],
+)
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_template_that_cannot_be_used_is_one_problem_of_all_records(
+    folder: Any, tmp_path: Path, source: str, problem: str, bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "SECONDS", 0.3)
+    talks = jsonl(tmp_path / "talks.jsonl", [*[{"messages": 5}] * bad, *TALKS[:1] * 30])
+    with pytest.raises(UserError) as refusal:
+        prepare(talks, folder(source + CHATML), tmp_path / "out")
+    lines = str(refusal.value).splitlines()[1 if bad else 0 :]
+    assert len(lines) == bad + 1
+    assert re.search(rf"line {bad + 1}: .*{problem}", lines[-1])
+    assert lines[-1].endswith("The records after it were not tried")
 
 
 def test_a_process_that_writes_templates_is_replaced_when_it_is_gone_and_ended_with_this_one(

@@ -505,6 +505,46 @@ class MeanOfRows(NoTable):
         return result if targets is None else result / len(inputs)
 
 
+class MeanOfEachRow(Tied):
+    """Takes the mean over the tokens of each row, and sums over rows."""
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        result = super().forward(inputs, targets, documents)
+        return result if targets is None or self.head is None else result / targets.shape[1]
+
+
+class MeanOfTargets(NoTable):
+    """Takes the mean over the targets of each row that are not -100, and sums over rows."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.scores(self.table(inputs))
+        if targets is None:
+            return logits
+        each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
+        return (each / (targets != -100).sum(1).clamp(min=1)).sum()
+
+
+class OneLength(NoTable):
+    """Takes sequences of one length only."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        if inputs.shape[1] != 24:
+            raise ValueError("a sequence has 24 tokens")
+        return super().forward(inputs, targets)
+
+
+class OtherMark(NoTable):
+    """Does not know targets of -100."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.scores(self.table(inputs))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+
+
 class NoTargets(NoTable):
     """Sums means of sequences, of which one without a target has none."""
 

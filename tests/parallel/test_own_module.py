@@ -406,6 +406,10 @@ def refusal(worker: Worker, tables: Tables) -> str:
         ("MeanOfTokens", {"pipeline": 2, "data": 2, "zero": 1}, "MeanOfTokens.forward returns a mean"),
         ("MeanOfTokens", {"tensor": 2}, "MeanOfTokens.forward returns a mean"),
         ("MeanOfRows", {"data": 2, "zero": 3}, "MeanOfRows.forward returns a mean"),
+        ("MeanOfEachRow", {}, "MeanOfEachRow.forward returns a mean over each sequence"),
+        ("MeanOfEachRow", {"tensor": 2}, "MeanOfEachRow.forward returns a mean over each sequence"),
+        ("MeanOfEachRow", {"pipeline": 2}, "MeanOfEachRow.forward returns a mean over each sequence"),
+        ("MeanOfTargets", {"data": 2, "zero": 3}, "MeanOfTargets.forward returns a mean over each sequence"),
         (
             "NoTargets",
             {"data": 2, "zero": 0},
@@ -425,6 +429,21 @@ def test_a_loss_that_is_not_a_sum_is_refused_before_the_first_step_on_any_layout
 
 def test_rows_without_a_target_are_not_asked_about_where_evaluation_has_none(corpus: str) -> None:
     check_summed_loss(start(ALONE, tables_of(corpus, own("NoTargets"), {}, evaluate_sequences=8)))
+
+
+@pytest.mark.parametrize("module", ["OneLength", "OtherMark", "Sequences", "Classes", "Noting", "Turning"])
+def test_a_right_loss_is_not_refused(corpus: str, module: str) -> None:
+    check_summed_loss(start(ALONE, tables_of(corpus, own(module), {}, evaluate_sequences=8)))
+
+
+def accepted(worker: Worker, tables: Tables) -> None:
+    check_summed_loss(start(worker, tables))
+
+
+def test_a_right_loss_is_not_refused_where_devices_share_a_sequence(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
+    ranks(2).run(accepted, tables_of(corpus, EXAMPLE, {"context": 2}, reset=False))
 
 
 def checked_first(worker: Worker, tables: Tables) -> tuple[bool, Trained]:
