@@ -30,13 +30,11 @@ class BySpeed(Driver):
 
     def settings_without_effect(self, training: Training) -> list[str]:
         """Return a note if the speed of devices cannot be measured with this layout."""
-        layout = training.plan.layout
-        alone = layout.zero == 0 and layout.world == layout.data_parallel
-        if training.mesh.device.type == "cpu" or alone:
+        if training.plan.waits_are_known(training.mesh.device.type):
             return []
         return [
-            "train.driver = 'by-speed': on GPUs only with data alone and zero = 0 can a device's work be "
-            "told from its waiting"
+            "train.driver = 'by-speed': on GPUs a device's work can be told from its waiting only with data "
+            "alone, zero = 0 and no experts"
         ]
 
     def on_rank(self, training: Training) -> RowsBySpeedRank:

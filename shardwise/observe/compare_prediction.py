@@ -36,7 +36,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config import MODEL_AXES
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record, median_of
 from shardwise.plan.plan import PredictedFlow, PredictedStep
@@ -69,10 +68,9 @@ def compare(
     return rows + list(_collectives(predicted["bytes"], steps))
 
 
-def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: bool) -> bool:
+def waits_are_known(steps: Sequence[Record]) -> bool:
     """Return whether the waiting time of these steps was measured separately from their computing time."""
-    unseen = not on_cpu and any((layout.get(axis) or 1) > 1 for axis in MODEL_AXES)
-    return not unseen and all(_EXPOSED in step.get("spans", {}) for step in steps)
+    return all(_EXPOSED in step.get("spans", {}) for step in steps)
 
 
 def _times(predicted: PredictedStep, steps: Sequence[Record], apart: bool) -> Iterator[Row]:

@@ -184,7 +184,7 @@ def _predicted(plan: SavedPlan, steps: Sequence[Record], start: Record) -> list[
     if not predicted or not steps:
         return None
     on_cpu = start.get("memory_kind") in (None, memory_kind("cpu"))
-    return compare(predicted, steps, waits_are_known(steps, plan.get("layout", {}), on_cpu), on_cpu)
+    return compare(predicted, steps, waits_are_known(steps), on_cpu)
 
 
 def _loss(run: RunTotals) -> Summary:

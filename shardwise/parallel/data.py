@@ -96,11 +96,6 @@ class DataParallel:
     compressors: list[Compressor] = field(default_factory=list, init=False)
     """Objects that sum compressed gradients, one per axis."""
 
-    @property
-    def waits_are_timed(self) -> bool:
-        """Whether exposed communication can be told apart from computation."""
-        return True
-
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         output: Tensor = self.model(*args, **kwargs)
         return output
@@ -224,11 +219,6 @@ class Sharded(DataParallel):
     device: torch.device
     collectives: _Collectives
     """How units gather weights and sum gradients."""
-
-    @property
-    def waits_are_timed(self) -> bool:
-        """Whether this is a CPU: on a GPU, FSDP2 waits on its own streams, where no public hook reaches."""
-        return self.device.type == "cpu"
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -69,11 +69,6 @@ class ParallelModel:
         """Whether gradients are set to zero in place after a step, rather than freed."""
         return any(part.keeps_gradients for part in self.parts)
 
-    @property
-    def waits_are_timed(self) -> bool:
-        """Whether exposed communication can be told apart from computation."""
-        return all(part.waits_are_timed for part in self.parts)
-
     def named_parameters(self, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters, with the names of the plain model. A tied weight whose two uses are
         on different stages comes with each of them, under one name, unless `once` is set.

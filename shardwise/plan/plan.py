@@ -15,6 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.config import Config, Layout, Recompute
+from shardwise.config.axes import MODEL_AXES
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.dtype_names import BYTES
 from shardwise.files import Json, parse_as, read_bytes
@@ -100,6 +101,15 @@ class Plan:
     def weight_gathers(self) -> WeightGathers | None:
         """How sharded weights are gathered; None: in the usual way."""
         return WeightGathers.of(self.layout)
+
+    def waits_are_known(self, device: str) -> bool:
+        """Return whether waits for other devices can be told from computing on this kind of device.
+
+        On a GPU they cannot if FSDP2 waits on its own streams, or if devices wait between kernels, as along
+        the pipeline, context, tensor and expert axes.
+        """
+        split = any(getattr(self.layout, axis) > 1 for axis in MODEL_AXES)
+        return device == "cpu" or not (self.engine.sharded or split)
 
     def why_not_compiled(self, device: str) -> str | None:
         """Return why blocks are not compiled on this kind of device ("cpu", "cuda"); None: they are."""

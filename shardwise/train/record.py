@@ -127,7 +127,7 @@ class StepRecorder:
         """Return the record of the step that `training` has just reached."""
         training, shared, before = self._training, numbers.shared, self.last
         spans = training.comm.clock.finish()
-        if not training.parallel.waits_are_timed:
+        if not training.plan.waits_are_known(training.mesh.device.type):
             del spans[EXPOSED]
         done = StepRecord(
             step=training.step,
@@ -167,12 +167,10 @@ class StepRecorder:
         """
         if self.last is None:
             return 0.0, 0.0
-        layout, spans = self._training.plan.layout, self.last.spans
+        spans = self.last.spans
         compute = spans["forward_backward"] + spans["optimizer"]
         data = min(spans["data"], max(0.0, self.last.seconds - compute - spans.get(EXPOSED, 0.0)))
-        split = layout.pipeline * layout.context * layout.tensor * layout.expert > 1
-        has_hidden_waits = self._training.mesh.device.type != "cpu" and split
-        return (0.0 if has_hidden_waits or EXPOSED not in spans else compute), data
+        return (compute if EXPOSED in spans else 0.0), data
 
     def _float8(self, scaled: Sequence[float]) -> dict[str, tuple[float, float]] | None:
         scales = self._training.parallel.scales

@@ -106,12 +106,6 @@ def test_what_a_gpu_cannot_tell_apart_is_not_known_and_not_zero(tmp_path):
     assert "only both together were measured" in shown(folder)
 
 
-def test_on_a_gpu_waits_of_the_tensor_axis_are_part_of_computing(tmp_path):
-    rows = rows_of(write_run(tmp_path, [line(1)], layout={"data": 2, "tensor": 2}, kind=GPU))
-    assert rows["exposed communication"]["measured"] is None
-    assert rows["computing and communication together"]["measured"] == 2.75
-
-
 def test_one_gpu_waits_for_nobody_and_that_is_known(tmp_path):
     rows = rows_of(
         write_run(

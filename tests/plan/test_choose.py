@@ -263,3 +263,24 @@ def test_workers_that_use_one_copy_of_the_weights_have_the_engine_of_one_device(
     shared = job(data=2).model_copy(update={"train": Train.model_validate({"driver": "hogwild"})})
     plan = choose(shared, 2)
     assert (plan.engine.name, plan.to_json()["resolved"]["engine"]) == ("single", "single")
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "known"),
+    [
+        ({"data": 1}, 0, True),
+        ({"data": 2, "zero": 0}, 0, True),
+        ({"data": 2, "zero": 0}, 4, False),
+        ({"data": 2, "zero": 1}, 0, False),
+        ({"data": 1, "tensor": 2}, 0, False),
+        ({"data": 1, "context": 2, "zero": 0}, 0, False),
+    ],
+)
+def test_on_gpus_waits_are_known_only_with_data_alone_unsharded_and_without_experts(
+    layout: dict[str, object], experts: int, known: bool
+) -> None:
+    model = {"preset": "moe-tiny" if experts else "gpt2"}
+    tables = {"model": model, "data": {"source": "text.txt"}, "layout": layout}
+    config = from_tables(tables)  # type: ignore[arg-type]
+    plan = choose(config, config.layout.world)
+    assert (plan.waits_are_known("cuda"), plan.waits_are_known("cpu")) == (known, True)
