@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from shardwise.cost.cluster import Cluster
 
 
-def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
+def this_machine(workers: int | None, device: Device = "auto") -> tuple[Cluster, Path | None]:
     """Return the cluster of this many local workers, and the file that stores it.
 
-    By default there is one worker per GPU, or without GPUs one per core, up to four.
+    `device` is the kind of device that they are to use (`run.device`). By default there is one worker per
+    GPU, or without GPUs one per core, up to four.
     """
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
@@ -31,12 +32,12 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
     from shardwise.probe.probe_workers import worker_count
     from shardwise.probe.quick_probe import quick_cluster, valid_cache_file
 
-    count = worker_count(workers)
-    if valid_cache_file(count) is None:
+    count = workers or worker_count(None, asked=device)
+    if valid_cache_file(count, device) is None:
         measuring = f"measuring this machine with {counted(count, 'worker')}, a few seconds, once"
         typer.echo(f"no [cluster] given: {measuring}", err=True)
-    cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
-    return cluster, valid_cache_file(count)
+    cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True), asked=device)
+    return cluster, valid_cache_file(count, device)
 
 
 def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:

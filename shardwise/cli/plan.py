@@ -264,7 +264,8 @@ def _cluster(config: Config) -> Cluster:
     from shardwise.cli.machine import this_machine
 
     layout = config.layout
-    return this_machine(config.cluster.devices or (layout.world if layout.data > 0 else None))[0]
+    workers = config.cluster.devices or (layout.world if layout.data > 0 else None)
+    return this_machine(workers, config.run.device)[0]
 
 
 def _unwritable(files: Mapping[str, Path | None]) -> Iterator[str]:

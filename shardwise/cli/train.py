@@ -250,10 +250,10 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     cluster, file = requested_cluster(config.cluster), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
-        path = valid_cache_file(local_workers)
+        path = valid_cache_file(local_workers, config.run.device)
         if path is None and searches:
             start_server(WORKERS_IMPORT)  # the workers of the probe and of the run are forked from it
-            cluster, path = this_machine(local_workers)
+            cluster, path = this_machine(local_workers, config.run.device)
         if path is not None:
             file = str(path)
             with_file = config.cluster.model_copy(update={"file": file})

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from shardwise.config import Layout
+from shardwise.config import Device, Layout
 from shardwise.cost.cluster import Cluster
 from shardwise.mesh import Worker, join, leave, machine_memory
 from shardwise.probe import device_speed, link_speed
@@ -21,10 +21,14 @@ from shardwise.probe.probe_progress import ProbeProgress, ProgressCallback, no_p
 
 
 def measure_cluster(
-    worker: Worker, budgets: Mapping[str, Budget], on_progress: ProgressCallback = no_progress
+    worker: Worker,
+    budgets: Mapping[str, Budget],
+    on_progress: ProgressCallback = no_progress,
+    asked: Device = "auto",
 ) -> Cluster:
-    """Return the cluster that these workers form, measured within the budget of its device type."""
-    mesh = join(worker, Layout.model_validate({"data": worker.world}))
+    """Return the cluster that these workers form, measured within the budget of its device type. `asked` is
+    the kind of device to measure (`run.device`)."""
+    mesh = join(worker, Layout.model_validate({"data": worker.world}), asked)
     try:
         budget = budgets[mesh.device.type]
         everyone = dist.new_group(timeout=TIMEOUT) if worker.world > 1 else None

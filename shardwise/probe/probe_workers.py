@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.config import Device
 from shardwise.cost.cluster import Cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, Worker, cores
@@ -65,14 +66,15 @@ class _MeasurementFailed:
     message: str
 
 
-def worker_count(requested: int | None, node: Node | None = None) -> int:
+def worker_count(requested: int | None, node: Node | None = None, asked: Device = "auto") -> int:
     """Return how many workers measure this machine.
 
-    That is the number requested; else one per GPU; else as many as cores, from 2 to 4.
+    That is the number requested; else one per GPU, unless the CPU is asked for; else as many as cores, from 2
+    to 4.
     """
     from shardwise.mesh import local_gpus
 
-    gpus = local_gpus()
+    gpus = 0 if asked == "cpu" else local_gpus()
     if requested is not None and 0 < gpus < requested:
         plural = "s" if gpus > 1 else ""
         raise UserError(f"--workers {requested}: this machine has {gpus} GPU{plural}; give at most {gpus}")
@@ -95,10 +97,12 @@ def measure_this_machine(
     budgets: Mapping[str, Budget],
     on_progress: ProgressCallback = no_progress,
     node: Node | None = None,
+    asked: Device = "auto",
 ) -> Cluster:
-    """Measure with this number of workers on this machine, together with the other nodes if there are any."""
+    """Measure with this number of workers on this machine, together with the other nodes if there are any.
+    `asked` is the kind of device to measure (`run.device`)."""
     start_server(PRELOAD)
-    with _started(_numbered(workers, node), budgets) as processes:
+    with _started(_numbered(workers, node), budgets, asked) as processes:
         return _listen(processes, on_progress)
 
 
@@ -112,12 +116,14 @@ def _numbered(workers: int, node: Node | None) -> list[Worker]:
 
 
 @contextmanager
-def _started(workers: list[Worker], budgets: Mapping[str, Budget]) -> Iterator[list[ForkedProcess]]:
+def _started(
+    workers: list[Worker], budgets: Mapping[str, Budget], asked: Device
+) -> Iterator[list[ForkedProcess]]:
     processes: list[ForkedProcess] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-probe-") as folder:
         try:
             for worker in workers:
-                processes.append(fork_process(worker.rank, _measured, (worker, budgets), Path(folder)))
+                processes.append(fork_process(worker.rank, _measured, (worker, budgets, asked), Path(folder)))
             yield processes
         finally:
             end_processes(processes)
@@ -157,11 +163,13 @@ def _cause(failures: list[_MeasurementFailed | ProcessDied], count: int) -> RunF
 # -- inside a worker -----------------------------------------------------------------------------------------
 
 
-def _measured(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> None:
-    pipe.send(_answer(pipe, worker, budgets))
+def _measured(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget], asked: Device) -> None:
+    pipe.send(_answer(pipe, worker, budgets, asked))
 
 
-def _answer(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> _Answer | _MeasurementFailed:
+def _answer(
+    pipe: Connection, worker: Worker, budgets: Mapping[str, Budget], asked: Device
+) -> _Answer | _MeasurementFailed:
     from shardwise.mesh import peer_is_gone
     from shardwise.probe.measure_cluster import measure_cluster
 
@@ -170,7 +178,7 @@ def _answer(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> 
 
     try:
         return _Answer(
-            measure_cluster(worker, budgets, on_progress if worker.local_rank == 0 else no_progress)
+            measure_cluster(worker, budgets, on_progress if worker.local_rank == 0 else no_progress, asked)
         )
     except UserError as error:
         return _MeasurementFailed(worker.rank, False, str(error))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwise.config import Device
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.errors import UserError
@@ -35,40 +36,44 @@ log = logging.getLogger("shardwise")
 
 
 def quick_cluster(
-    workers: int, on_progress: ProgressCallback = no_progress, warn: Callable[[str], None] = log.warning
+    workers: int,
+    on_progress: ProgressCallback = no_progress,
+    warn: Callable[[str], None] = log.warning,
+    asked: Device = "auto",
 ) -> Cluster:
     """Return this machine as a cluster of this number of workers, from the cache or measured now.
 
-    Call this in the process that starts the workers.
+    `asked` is the kind of device that the workers are to use (`run.device`). Call this in the process that
+    starts the workers.
     """
-    path = cache_file(workers)
+    path = cache_file(workers, asked)
     cluster = _read_cache(path, workers)
     if cluster is None:
         busy = busy_warning()
         if busy:
             warn(busy)
-        cluster = measure_this_machine(workers, QUICK, on_progress)
+        cluster = measure_this_machine(workers, QUICK, on_progress, asked=asked)
         _write_cache(path, cluster, BUSY_VALID_SECONDS if busy else VALID_SECONDS, warn)
     return cluster
 
 
-def cache_file(workers: int) -> Path:
+def cache_file(workers: int, asked: Device = "auto") -> Path:
     """Return the path of the cached result."""
-    return cache_folder() / _file_name(workers)
+    return cache_folder() / _file_name(workers, asked)
 
 
-def valid_cache_file(workers: int) -> Path | None:
+def valid_cache_file(workers: int, asked: Device = "auto") -> Path | None:
     """Return the path of the cached result if it is still valid, else None."""
-    path = cache_file(workers)
+    path = cache_file(workers, asked)
     return path if _read_cache(path, workers) is not None else None
 
 
-def _file_name(workers: int) -> str:
+def _file_name(workers: int, asked: Device) -> str:
     parts = (
         "probe",
         FORMAT,
         socket.gethostname(),
-        _device(workers),
+        _device(workers, asked),
         cores(),
         importlib.metadata.version("torch"),
         workers,
@@ -76,10 +81,10 @@ def _file_name(workers: int) -> str:
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", "-".join(map(str, parts))) + ".toml"
 
 
-def _device(workers: int) -> str:
-    from shardwise.mesh import device_name, local_gpus
+def _device(workers: int, asked: Device) -> str:
+    from shardwise.mesh import device_name, uses_gpus
 
-    if local_gpus() < workers:
+    if not uses_gpus(workers, asked):
         return "cpu"
     import torch
 

@@ -50,12 +50,12 @@ def test_more_workers_than_cores_are_warned_of(said: Any) -> None:
 def test_the_warning_comes_before_the_machine_is_measured_with_so_many(
     said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(workers: int) -> None:
+    def measure(workers: int, device: str) -> None:
         raise UserError(f"measured with {workers}")
 
     monkeypatch.setattr(machine, "this_machine", measure)
     monkeypatch.setattr(fork_server, "start_server", lambda preload: None)
-    monkeypatch.setattr(quick_probe, "valid_cache_file", lambda workers: None)
+    monkeypatch.setattr(quick_probe, "valid_cache_file", lambda workers, device: None)
     shown: list[str] = []
     monkeypatch.setattr(command.typer, "echo", lambda text, err: shown.append(text))
     with pytest.raises(UserError, match="measured with 8"):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from shardwise.cli.machine import this_machine
 from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import RunFailed, UserError
@@ -64,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Each measurement of the quick probe, which here takes no time."""
     calls: list[int] = []
 
-    def pretend(workers: int, budgets: object, on_progress: object) -> Cluster:
+    def pretend(workers: int, budgets: object, on_progress: object, asked: str) -> Cluster:
         calls.append(workers)
         return cluster(workers, len(calls))
 
@@ -187,6 +188,28 @@ def test_more_workers_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert worker_count(None) == 2
     with pytest.raises(UserError, match=r"--workers 3: this machine has 2 GPUs; give at most 2"):
         worker_count(3)
+    assert 2 <= worker_count(None, asked="cpu") <= 4
+
+
+def test_what_is_measured_for_a_job_are_the_devices_that_its_workers_will_use(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "H200")
+    devices: list[tuple[int, str]] = []
+
+    def measure(workers: int, budgets: object, on_progress: object, asked: str) -> Cluster:
+        devices.append((workers, asked))
+        return cluster(workers, 1)
+
+    monkeypatch.setattr(quick_probe, "measure_this_machine", measure)
+    monkeypatch.setattr(quick_probe, "busy_warning", lambda: None)
+    wanted: list[tuple[int, Any]] = [(2, "auto"), (2, "cpu"), (3, "auto"), (3, "cuda")]
+    for workers, device in wanted:
+        this_machine(workers, device)
+    assert devices == wanted
+    kinds = sorted("H200" in path.name for path in cache.iterdir())
+    assert kinds == [False, False, True, True]
 
 
 def test_a_cpu_gets_as_many_workers_as_asked_or_as_the_node_says(monkeypatch: pytest.MonkeyPatch) -> None:
