@@ -121,12 +121,12 @@ class ScaledProduct(nn.Module):
 
     def settings(self) -> Settings:
         """Return the arguments of the product beside its factors."""
-        cached = (None, None) if self.cached_weights is None or self.plain else self.cached_weights
+        weight8, transposed8 = (None, None) if self.plain else self.cached_weights or (None, None)
         probe, note = (
             (self.probe, None) if torch.compiler.is_compiling() else (None, self.observations.append)
         )
         scales = self.input.value, self.weight.value, self.gradient.value
-        return Settings(*cached, probe, *scales, self.dynamic, self.plain, note)
+        return Settings(weight8, transposed8, probe, *scales, self.dynamic, self.plain, note)
 
     @torch.no_grad()
     def cache_weights(self, weights: Sequence[Tensor], dtype: torch.dtype, compiled: bool) -> None:
