@@ -71,7 +71,8 @@ class BackwardTensors(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> BackwardTensors:
         """Return all tensors but lse in this dtype."""
-        return BackwardTensors._make([*(tensor.to(dtype) for tensor in self[:5]), self.lse])
+        gradient, query, key, value, out = (tensor.to(dtype) for tensor in self[:5])
+        return BackwardTensors(gradient, query, key, value, out, self.lse)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ KERNELS = (
 PARAMETERS = (
     "a weight replaced in place, or read beside a property of its name, which `getattr` would ask instead"
 )
-STANDARD = {"_exit", "_current_frames", "_getframe", "_replace", "_asdict"}
+STANDARD = {"_exit", "_current_frames", "_getframe", "_replace", "_asdict", "_fields"}
 """Documented names of Python's own library."""
 ALLOWED = {
     "parallel/blockwise.py": {
