@@ -215,6 +215,22 @@ def test_a_run_that_is_stopped_while_it_imports_its_first_modules_says_so(
     assert (ended.returncode, ended.stderr) == (status, "stopped at once; what was saved is kept\n")
 
 
+INSIDE_EXEC = """
+import os, signal
+from shardwise.cli import train
+from shardwise.cli.main import main
+train._train = lambda *_: exec("os.kill(os.getpid(), signal.SIGTERM); pass")
+main()
+"""
+
+
+def test_a_run_that_is_stopped_inside_an_exec_ends_with_its_own_status(tmp_path: Path) -> None:
+    (tmp_path / "stopped_run.py").write_text(INSIDE_EXEC)
+    command = [sys.executable, "-m", "stopped_run", "train", str(JOB)]
+    ended = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (75, "stopped at once; what was saved is kept\n")
+
+
 def test_limits_that_are_too_low_for_a_run_are_named_before_anything_is_written(tmp_path: Path) -> None:
     low = (
         "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (48, 48)); r.setrlimit(r.RLIMIT_AS, (900 << 20, "
