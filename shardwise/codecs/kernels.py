@@ -8,7 +8,7 @@ A program handles PROGRAM blocks of a row in planes (codecs/packing.py): (blocks
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -18,9 +18,6 @@ from triton.language.extra import libdevice
 
 from shardwise.codecs.base import BLOCK, SPARSE_BLOCK
 from shardwise.codecs.packing import PLANES
-
-if TYPE_CHECKING:
-    from shardwise.codecs.blocks import BlockCodec
 
 NEAREST, DRAWN, SIGN, FLOAT8, FLOAT16 = (tl.constexpr(kind) for kind in range(5))
 """How a scaled number becomes a code."""
@@ -227,7 +224,34 @@ BLOCK: tl.constexpr,
     tl.store(target, tl.load(target, mask=valid) + sign * value, mask=valid)
 
 
-def encode(codec: BlockCodec, rows: Tensor, seed: int, subtract: bool) -> Tensor:
+class BlockFormat(Protocol):
+    """What a kernel needs to know of a codec of blocks (codecs/blocks.py)."""
+
+    @property
+    def kind(self) -> str:
+        """How a scaled number becomes a code."""
+
+    @property
+    def clip(self) -> float:
+        """Standard deviations of its block beyond which a number is clipped; 0: none is."""
+
+    @property
+    def bits(self) -> int:
+        """Number of bits of a code."""
+
+    @property
+    def largest_code(self) -> float:
+        """The magnitude that a block's scale is mapped to."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block without its scale."""
+
+    def wire_bytes(self, numbers: int) -> int:
+        """Return the bytes of one row of n numbers."""
+
+
+def encode(codec: BlockFormat, rows: Tensor, seed: int, subtract: bool) -> Tensor:
     """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent is subtracted from the
     rows."""
     numbers, source = rows.shape[1], rows.contiguous()
@@ -241,7 +265,7 @@ def encode(codec: BlockCodec, rows: Tensor, seed: int, subtract: bool) -> Tensor
     return wire
 
 
-def decode(codec: BlockCodec, wire: Tensor, rows: Tensor, add: bool) -> None:
+def decode(codec: BlockFormat, wire: Tensor, rows: Tensor, add: bool) -> None:
     """Decode into rows (rows, n) float32, or add the decoded numbers to them."""
     numbers, target = rows.shape[1], rows.contiguous()
     blocks = -(-numbers // BLOCK)
@@ -295,7 +319,7 @@ def _values_and_places(wire: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(torch.bfloat16), places
 
 
-def _shape(codec: BlockCodec) -> dict[str, Any]:
+def _shape(codec: BlockFormat) -> dict[str, Any]:
     """Return the constants of the block kernels."""
     return {
         "KIND": KINDS[codec.kind],

@@ -3,7 +3,7 @@
 Both ends know the run's secret, which is never sent. The leader greets with a random number. The host answers
 with a random number of its own and proves that it knows the secret. Both derive the key of this connection
 from the two numbers, the run's name and the secret. Every later line carries an HMAC-SHA256 under that key
-over the speaker, the number of earlier lines, and the text. A message can therefore not be forged or changed
+over the sender, the number of earlier lines, and the text. A message can therefore not be forged or changed
 without the secret, and cannot be replayed on this or any other connection.
 
     leader  shardwise-1 NUMBER [VERSION]
@@ -33,7 +33,7 @@ TEXT_BYTES = 1 << 22
 """Maximum number of bytes of a message before compression."""
 _GREETING = b"shardwise-1"
 
-LoadedModel = Literal["leader", "host"]
+Sender = Literal["leader", "host"]
 """The end of a connection that sends a line."""
 
 
@@ -64,14 +64,14 @@ class Credentials:
 class Channel:
     """One end of a connection after the greeting. It converts messages to lines and back."""
 
-    def __init__(self, key: bytes, speaker: LoadedModel) -> None:
-        self.key, self._speaker = key, speaker
+    def __init__(self, key: bytes, sender: Sender) -> None:
+        self.key, self._sender = key, sender
         self._sent = self._received = 0
 
     def line(self, message: object) -> bytes:
         """Return the line that sends a message."""
         text = base64.b64encode(zlib.compress(json.dumps(message).encode()))
-        line = self._code(self._speaker, self._sent, text) + b" " + text + b"\n"
+        line = self._code(self._sender, self._sent, text) + b" " + text + b"\n"
         if len(line) > LINE_BYTES:
             raise MessageTooLong(f"a message of {len(line)} bytes")
         self._sent += 1
@@ -80,7 +80,7 @@ class Channel:
     def message(self, line: bytes) -> object:
         """Return the message of a received line, if the other end sent exactly this line as its next one."""
         code, _, text = line.rstrip(b"\n").partition(b" ")
-        other: LoadedModel = "host" if self._speaker == "leader" else "leader"
+        other: Sender = "host" if self._sender == "leader" else "leader"
         if not hmac.compare_digest(code, self._code(other, self._received, text)):
             raise UntrustedMessage("a line that no host of this run has sent")
         self._received += 1
@@ -91,8 +91,8 @@ class Channel:
             raise UntrustedMessage(f"a line that is no message: {error}") from None
         return message
 
-    def _code(self, speaker: LoadedModel, count: int, text: bytes) -> bytes:
-        return hmac.digest(self.key, b"%s %d %s" % (speaker.encode(), count, text), "sha256").hex().encode()
+    def _code(self, sender: Sender, count: int, text: bytes) -> bytes:
+        return hmac.digest(self.key, b"%s %d %s" % (sender.encode(), count, text), "sha256").hex().encode()
 
 
 def greeting(version: str = "") -> bytes:

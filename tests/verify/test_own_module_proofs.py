@@ -70,7 +70,7 @@ def test_a_module_that_drops_is_proven_without_dropping(tmp_path: Path) -> None:
 def test_a_parameter_that_forward_does_not_use_is_named(tmp_path: Path) -> None:
     head = "self.norm = nn.LayerNorm(config.hidden)"
     module = written(tmp_path, head, f"{head}\n        self.spare = nn.Linear(2, 2)")
-    with pytest.raises(UserError, match=r"spare\.weight.*used in forward"):
+    with pytest.raises(UserError, match=r"spare\.weight has no gradient.*Use it in forward"):
         prove(job(module, "layout.data=2"), steps=1)
 
 
