@@ -34,7 +34,8 @@ def stopped_as_interrupted() -> Iterator[list[int]]:
         yield received
     finally:
         # If the exception left an `exec` of a text (dataclasses call it), Python notes an unhandled
-        # interrupt, and `python -m` ends by SIGINT whatever the exit status is. The next `exec` clears that note.
+        # interrupt, and `python -m` ends by SIGINT whatever the exit status is. The next `exec` clears
+        # that note.
         exec("")
         for number, handler in before.items():
             if signal.getsignal(number) is interrupt:

@@ -51,7 +51,7 @@ _LATER = "what is left out is added to the next gradient"
 CODECS = {
     "bfloat16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
     "int8": f"Gradients are sent in 8 bits, with a scale for each 512; {_LATER}.",
-    "qsgd(4)": f"Gradients are sent in 4 bits, rounded stochastically, so that their mean is right; {_LATER}.",
+    "qsgd(4)": f"Gradients are sent in 4 bits, rounded stochastically so that their mean is right; {_LATER}.",
     "sign": f"Only signs are sent, with a mean magnitude for each 512; {_LATER}. Compare the loss with a "
     f"plain run first.",
     "topk(0.01)": f"Only the largest 1 % are sent; {_LATER}. Give it a warm-up (layout.compression_warmup).",
