@@ -8,7 +8,9 @@ without a message.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import os
 import resource
 
@@ -18,6 +20,11 @@ FILES, FILES_OF_A_WORKER = 64, 8
 """Open files of the process that starts the others: a base, and the number for each worker."""
 USUAL_FILES = 4096
 """Number of open files that the limit is raised to."""
+PROCESSES, PROCESSES_OF_A_WORKER = 8, 7
+"""Processes and threads that a run has at least: those that start and connect workers, and those of each
+worker."""
+USUAL_PROCESSES = 4096
+"""Number of processes and threads of a user that is enough for any run."""
 ADDRESS_SPACE = 1280 << 20
 """Bytes that a worker maps before it builds a model: the libraries of PyTorch and the stacks of threads."""
 _STARTING = {"fork", "spawnv_passfds", "_execute_child", "_launch"}
@@ -29,9 +36,11 @@ def check_limits(workers: int = 1) -> None:
 
     Soft limits are raised first.
     """
+    processes = _processes_of_user() + PROCESSES + PROCESSES_OF_A_WORKER * workers
     checks = (
         (resource.RLIMIT_NOFILE, FILES + FILES_OF_A_WORKER * workers, _files_needed),
         (resource.RLIMIT_AS, ADDRESS_SPACE, _space_needed),
+        *([(resource.RLIMIT_NPROC, processes, _processes_needed)] if os.geteuid() else []),
     )
     problems = [
         words(allowed, needed)
@@ -48,9 +57,8 @@ def limit_reached(error: BaseException) -> str | None:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE or os.strerror(errno.EMFILE) in text:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return (
-            f"a process may have at most {allowed} open files here. Raise that, with: ulimit -n {USUAL_FILES}"
-        )
+        enough = max(USUAL_FILES, 2 * allowed)
+        return f"a process may have at most {allowed} open files here. Raise that, with: ulimit -n {enough}"
     allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
     if allowed != resource.RLIM_INFINITY and (
         isinstance(error, MemoryError) or number == errno.ENOMEM or _lacks_memory(text)
@@ -59,19 +67,40 @@ def limit_reached(error: BaseException) -> str | None:
             f"a process may have at most {allowed >> 10} KiB of address space here, and needs more. "
             "Raise that, with: ulimit -v unlimited"
         )
-    cannot_start = "can't start new thread" in text or _cannot_start_process(error)
-    if cannot_start and allowed != resource.RLIM_INFINITY:
-        return (
-            "no more processes or threads can be started here. A process may have at most "
-            f"{allowed >> 10} KiB of address space, and the number of processes may be limited too. "
-            "Raise both, with: ulimit -v unlimited; ulimit -u 4096"
-        )
-    if cannot_start:
-        return (
-            "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 "
-            "(in a container or a scheduler's job: raise its limit of processes)"
-        )
+    if _cannot_start_thread(error) or _cannot_start_process(error):
+        causes = [*limits_set(), "a container or a scheduler's job may have a limit of its own"]
+        return f"no more processes or threads can be started here. What limits them: {'; or '.join(causes)}"
     return None
+
+
+def limits_set() -> list[str]:
+    """Return the limits of memory and processes that are set for this process, and how to raise each.
+
+    The number of processes does not limit root, and a high number is named only if nothing else is.
+    """
+    space, processes = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
+    limits = []
+    if space != resource.RLIM_INFINITY:
+        limits.append(
+            f"a process may have {space >> 10} KiB of address space (raise it: ulimit -v unlimited)"
+        )
+    if processes != resource.RLIM_INFINITY and os.geteuid() and (processes < USUAL_PROCESSES or not limits):
+        enough = max(USUAL_PROCESSES, 2 * processes)
+        limits.append(f"a user may have {processes} processes and threads (raise it: ulimit -u {enough})")
+    return limits
+
+
+def _processes_of_user() -> int:
+    """Return how many processes and threads this user has, which the limit of new ones counts; 0 if the
+    system does not say.
+    """
+    count = 0
+    for folder in glob.iglob("/proc/[0-9]*/task"):
+        with contextlib.suppress(OSError):  # the process has ended
+            status = os.stat(folder)
+            if status.st_uid == os.geteuid():
+                count += status.st_nlink - 2  # a folder for each thread
+    return count
 
 
 def _raised(limit: int, needed: int) -> int | None:
@@ -101,15 +130,25 @@ def _space_needed(allowed: int, needed: int) -> str:
     )
 
 
+def _processes_needed(allowed: int, needed: int) -> str:
+    return (
+        f"a user may have {allowed} processes and threads here, and needs at least {needed} with those that "
+        f"run already. Raise that, with: ulimit -u {max(USUAL_PROCESSES, 2 * needed)}"
+    )
+
+
 def _lacks_memory(text: str) -> bool:
     """Return whether a text of the library loader, the system or torch says that memory is missing."""
-    messages = (
-        "failed to map segment",
-        os.strerror(errno.ENOMEM),
-        "can't allocate memory",
-        os.strerror(errno.EAGAIN),
-    )
+    messages = ("failed to map segment", os.strerror(errno.ENOMEM), "can't allocate memory")
     return any(message in text for message in messages)
+
+
+def _cannot_start_thread(error: BaseException) -> bool:
+    """Return whether Python or a C++ library could not start a thread. C++ has only the system's text."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "can't start new thread" in text or os.strerror(errno.EAGAIN) in text
+    )
 
 
 def _cannot_start_process(error: BaseException) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import threading
 
 import pytest
 
@@ -10,14 +11,20 @@ from shardwise.errors import UserError
 
 FILES = r"a process may have at most 100 open files here\. Raise that, with: ulimit -n 4096"
 SPACE = r"at most 2048 KiB of address space here, and needs more\. Raise that, with: ulimit -v unlimited"
-THREADS = r"no more processes or threads can be started here\. Raise the limit, with: ulimit -u 4096"
+THREADS = "no more processes or threads can be started here. What limits them: "
+CONTAINER = "a container or a scheduler's job may have a limit of its own"
+OF_SPACE = "a process may have 2048 KiB of address space (raise it: ulimit -v unlimited)"
+OF_PROCESSES = "a user may have 40 processes and threads (raise it: ulimit -u 4096)"
 NO_LIMIT = resource.RLIM_INFINITY
 
 
 def set_limits(
-    monkeypatch: pytest.MonkeyPatch, files: tuple[int, int], space: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[int, int],
+    space: tuple[int, int],
+    processes: tuple[int, int] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
 ) -> dict[int, tuple[int, int]]:
-    there = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_AS: space}
+    there = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_AS: space, resource.RLIMIT_NPROC: processes}
     monkeypatch.setattr(resource, "getrlimit", there.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", there.__setitem__)
     return there
@@ -32,8 +39,6 @@ def set_limits(
         (OSError(errno.ENOMEM, "Cannot allocate memory"), SPACE),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), SPACE),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), SPACE),
-        (RuntimeError("Resource temporarily unavailable"), SPACE),
-        (RuntimeError("can't start new thread"), r"at most 2048 KiB of address space.* ulimit -v unlimited"),
     ],
 )
 def test_an_error_of_a_limit_is_told_by_the_limit_and_how_it_is_raised(
@@ -44,12 +49,26 @@ def test_an_error_of_a_limit_is_told_by_the_limit_and_how_it_is_raised(
         raise UserError(str(limits.limit_reached(error)))
 
 
-def test_without_a_limit_of_address_space_processes_are_what_a_thread_lacks(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), RuntimeError("Resource temporarily unavailable")],
+)
+@pytest.mark.parametrize(
+    ("space", "processes", "said"),
+    [
+        (NO_LIMIT, NO_LIMIT, [CONTAINER]),
+        (2 << 20, NO_LIMIT, [OF_SPACE, CONTAINER]),
+        (NO_LIMIT, 40, [OF_PROCESSES, CONTAINER]),
+        (2 << 20, 40, [OF_SPACE, OF_PROCESSES, CONTAINER]),
+        (2 << 20, 90_000, [OF_SPACE, CONTAINER]),
+    ],
+)
+def test_a_thread_that_does_not_start_is_answered_by_the_limits_that_are_set(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, space: int, processes: int, said: list[str]
 ) -> None:
-    set_limits(monkeypatch, (100, 100), (NO_LIMIT, NO_LIMIT))
-    with pytest.raises(UserError, match=THREADS):
-        raise UserError(str(limits.limit_reached(RuntimeError("can't start new thread"))))
+    set_limits(monkeypatch, (100, 100), (space, space), (processes, processes))
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert limits.limit_reached(error) == THREADS + "; or ".join(said)
 
 
 def test_other_errors_keep_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +77,7 @@ def test_other_errors_keep_their_own_words(monkeypatch: pytest.MonkeyPatch) -> N
         MemoryError(),
         OSError(errno.ENOENT, "No such file"),
         RuntimeError("shapes differ"),
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
         ImportError("no name x"),
     ):
         assert limits.limit_reached(error) is None
@@ -66,7 +86,8 @@ def test_other_errors_keep_their_own_words(monkeypatch: pytest.MonkeyPatch) -> N
 def test_soft_limits_are_raised_and_hard_ones_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     there = set_limits(monkeypatch, (32, 1 << 20), (1 << 30, NO_LIMIT))
     limits.check_limits(4)
-    assert there == {resource.RLIMIT_NOFILE: (4096, 1 << 20), resource.RLIMIT_AS: (NO_LIMIT, NO_LIMIT)}
+    assert there[resource.RLIMIT_NOFILE] == (4096, 1 << 20)
+    assert there[resource.RLIMIT_AS] == (NO_LIMIT, NO_LIMIT)
     there = set_limits(monkeypatch, (32, 200), (NO_LIMIT, NO_LIMIT))
     limits.check_limits(2)
     assert there[resource.RLIMIT_NOFILE] == (200, 200)
@@ -79,3 +100,36 @@ def test_soft_limits_are_raised_and_hard_ones_refused_together(monkeypatch: pyte
         "workers cannot start: a process may have 1048576 KiB of address space here, and PyTorch alone needs "
         "1310720 KiB. Raise that, with: ulimit -v unlimited",
     ]
+
+
+@pytest.mark.parametrize(("processes", "allowed"), [((42, 42), False), ((43, 43), True), ((20, 50), True)])
+def test_processes_that_a_run_needs_are_counted_with_those_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, processes: tuple[int, int], allowed: bool
+) -> None:
+    monkeypatch.setattr(limits, "_processes_of_user", lambda: 21)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    there = set_limits(monkeypatch, (4096, 4096), (NO_LIMIT, NO_LIMIT), processes)
+    if allowed:
+        limits.check_limits(2)
+        assert there[resource.RLIMIT_NPROC][0] == processes[1]
+        return
+    with pytest.raises(UserError) as refused:
+        limits.check_limits(2)
+    assert str(refused.value) == (
+        "workers cannot start: a user may have 42 processes and threads here, and needs at least 43 with "
+        "those that run already. Raise that, with: ulimit -u 4096"
+    )
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    limits.check_limits(2)  # root is not limited
+
+
+def test_threads_of_this_user_are_counted() -> None:
+    before, event = limits._processes_of_user(), threading.Event()
+    assert before >= threading.active_count()
+    threads = [threading.Thread(target=event.wait) for _ in range(50)]
+    for thread in threads:
+        thread.start()
+    assert limits._processes_of_user() >= 51
+    event.set()
+    for thread in threads:
+        thread.join()

@@ -76,8 +76,10 @@ def train(
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
     from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
+    from shardwise.limits import check_limits
     from shardwise.mesh import Node, Worker, launch_mode
 
+    check_limits()  # before libraries start threads: OpenBLAS interrupts the process if it cannot
     launch = launch_mode()
     if isinstance(launch, Worker):
         config = _read_by_worker(job, overrides)
@@ -93,10 +95,8 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
     time."""
     from shardwise.cli.doctor import need_torch
     from shardwise.config import read
-    from shardwise.limits import check_limits
 
     config = read(job, overrides)
-    check_limits()
     need_torch()
     return config
 

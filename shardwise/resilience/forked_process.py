@@ -19,7 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed, UserError
+from shardwise.limits import limits_set
 from shardwise.resilience.fork_server import without_main
 
 FREE_PORTS = range(10_000, 32_768)
@@ -69,8 +70,13 @@ def fork_process(
     process = context.Process(
         target=_run_target, args=(target, child_pipe, str(log), *arguments), daemon=True
     )
-    with without_main():
-        process.start()
+    try:
+        with without_main():
+            process.start()
+    except (EOFError, ConnectionError):
+        limits = "; or ".join(limits_set())
+        limit = f". A limit may be the cause: {limits}" if limits else ""
+        raise RunFailed(f"the process that others are forked from has ended{limit}") from None
     child_pipe.close()
     return ForkedProcess(rank, process, parent_pipe, log)
 

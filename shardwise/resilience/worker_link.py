@@ -109,6 +109,8 @@ class HostLink(WorkerLink):
     ) -> None:
         self._pipe, self._last_collective, self._enlisted = pipe, last_collective, enlisted
         self._step, self._worker = 0, Worker(0, 1, 0, 1, "", 0, "shardwise")
+        self._steps_begun = 0
+        """Number of steps that this worker has begun in its team."""
         self._teams: queue.SimpleQueue[JoinTeam | None] = queue.SimpleQueue()
         self._wish: Wish | None = None
         self._sending = threading.Lock()
@@ -121,12 +123,13 @@ class HostLink(WorkerLink):
         joined = self._teams.get()
         if joined is None:
             return None
-        self._step, self._worker = 0, joined.worker
+        self._step, self._steps_begun, self._worker = 0, 0, joined.worker
         self._enlisted(joined.worker)
         return joined.worker, joined.team
 
     def progress(self, phase: Phase, step: int) -> None:
         """Send the progress to the host."""
+        self._steps_begun += phase == "step"
         self._step = {"build": 0, "restore": step + 1, "step": step + 1}.get(phase, step)
         self._send(Progress(phase, step))
 
@@ -146,6 +149,8 @@ class HostLink(WorkerLink):
         causes = [f"{line}: {text}" if line and not explained else text, *getattr(error, "__notes__", ())]
         trace = "" if explained else "".join(traceback.format_exception(error))
         status = error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None
+        if limit is not None and self._is_first_attempt():
+            causes, status = [limit], UserError.status
         fault = Fault(
             kind="failed",
             rank=self._worker.rank,
@@ -158,6 +163,12 @@ class HostLink(WorkerLink):
             own_line="" if explained else line,
         )
         self._send(Failed(fault))
+
+    def _is_first_attempt(self) -> bool:
+        """Return whether a rank fails in its first step in the run's first team. Another attempt would reach
+        the same limit, and nothing is lost. Later the limit may be reached for a reason that passes."""
+        is_rank = self._worker.rank < self._worker.world
+        return is_rank and self._worker.generation <= 1 and self._steps_begun <= 1
 
     def done(self, status: int) -> None:
         """Tell the host that this worker ends because its work is done."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.config import Recovery
+from shardwise.limits import limits_set
 from shardwise.observe import present_time, write_text
 from shardwise.resilience.fork_server import server_pid, start_process
 from shardwise.resilience.team import Fault
@@ -114,6 +115,8 @@ def fault_of_dead_worker(worker: WorkerProcess, logs: Path) -> Fault:
         cause = f"worker {worker.rank} was ended by {ended_by}.{hint} Its log: {log}"
     else:
         cause = f"worker {worker.rank} ended with status {code}. Its log: {log}"
+    if code != -signal.SIGKILL and (limits := limits_set()):
+        cause += f". A limit may be the cause: {'; or '.join(limits)}"
     step = worker.step + 1 if worker.phase != "build" else 0
     return Fault("died", worker.rank, step, cause, present_time(), worker.generation, reads=worker.reads)
 

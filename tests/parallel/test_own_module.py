@@ -427,6 +427,24 @@ def test_a_loss_that_is_not_a_sum_is_refused_before_the_first_step_on_any_layout
         assert 'reduction="sum"' in message
 
 
+def test_a_mean_of_each_row_is_refused_where_devices_share_a_sequence(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mean.py").write_text(f"""
+import sys
+sys.path.append({str(HERE.parents[1] / "examples")!r})
+from own_model import OwnModel
+
+class MeanOfParts(OwnModel):
+    def forward(self, inputs, targets=None, positions=None):
+        result = super().forward(inputs, targets, positions)
+        return result if targets is None else result / targets.shape[1]
+""")
+    tables = tables_of(corpus, f"{tmp_path / 'mean.py'}:MeanOfParts", {"context": 2})
+    for message in ranks(2).run(refusal, tables):
+        assert "MeanOfParts.forward returns a mean over each sequence" in message
+
+
 def test_rows_without_a_target_are_not_asked_about_where_evaluation_has_none(corpus: str) -> None:
     check_summed_loss(start(ALONE, tables_of(corpus, own("NoTargets"), {}, evaluate_sequences=8)))
 

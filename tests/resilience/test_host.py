@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -22,14 +23,16 @@ from pretend import STEPS, plan_for, work
 
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, Unreadable, UserError
+from shardwise.mesh import Worker
 from shardwise.resilience import host as host_module
+from shardwise.resilience import worker_process
 from shardwise.resilience.channel import LINE_BYTES, Channel
 from shardwise.resilience.fork_server import server_pid, start_server
 from shardwise.resilience.host import Host
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
 from shardwise.resilience.team import Bounds, Fault, Leader, Member, Orders, Refusal, Report, Team
 from shardwise.resilience.worker_link import HostLink
-from shardwise.resilience.worker_messages import Done, Failed, Progress, Signalled, Waiting
+from shardwise.resilience.worker_messages import Done, Failed, JoinTeam, Progress, Signalled, Waiting
 from shardwise.resilience.worker_process import WorkerProcess, fault_of_dead_worker
 
 # A host leaves signals ignored, because its process is about to end.
@@ -294,6 +297,50 @@ def test_storage_that_cannot_be_read_now_is_worth_another_attempt() -> None:
 
 def _cannot_read(pipe: Any) -> None:
     HostLink(pipe, str, lambda worker: None).failed(Unreadable("x cannot be read: it does not answer"))
+    os._exit(1)
+
+
+@pytest.mark.parametrize(("code", "hint"), [(-signal.SIGABRT, True), (1, True), (-signal.SIGKILL, False)])
+def test_limits_that_are_set_are_named_where_a_worker_died_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, hint: bool
+) -> None:
+    process = SimpleNamespace(exitcode=code)
+    worker = WorkerProcess(0, cast(Any, process), multiprocessing.Pipe()[0])
+    for limit, words in (
+        ([], ""),
+        (["a process may have little"], ". A limit may be the cause: a process may"),
+    ):
+        monkeypatch.setattr(worker_process, "limits_set", lambda limit=limit: limit)
+        assert (words in fault_of_dead_worker(worker, tmp_path).cause) == (hint or not words)
+
+
+@pytest.mark.parametrize(
+    ("generation", "steps", "status"), [(1, 0, 2), (1, 1, 2), (1, 2, None), (2, 0, None)]
+)
+def test_a_limit_that_the_first_step_reaches_ends_the_run(
+    generation: int, steps: int, status: int | None
+) -> None:
+    said = _said_by(partial(_reaches_a_limit, generation, steps))
+    assert isinstance(said, Failed)
+    assert said.fault.status == status
+    assert said.fault.cause.startswith("a process may have at most ")
+    assert said.fault.cause.endswith("ulimit -v unlimited" if status else "at step 1")
+
+
+def _reaches_a_limit(generation: int, steps: int, pipe: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 46, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    parent, child = multiprocessing.Pipe()
+    link = HostLink(child, str, lambda worker: None)
+    team = Team(generation, (Member("a", 0),), plan_for(1), "", 0, "", 0.0)
+    parent.send(JoinTeam(Worker(0, 1, 0, 1, "", 0, "test", generation), team))
+    link.next_team()
+    for step in range(steps):
+        link.progress("step", step)
+    error = MemoryError()
+    error.add_note("rank 0 was at step 1")
+    link.failed(error)
+    messages = [parent.recv() for _ in range(steps + 2)]
+    pipe.send(messages[-1])
     os._exit(1)
 
 

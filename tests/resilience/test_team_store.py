@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import socket
@@ -82,3 +83,15 @@ def test_a_machine_without_room_for_the_log_of_the_store_is_named(monkeypatch: p
     monkeypatch.setattr(team_store.tempfile, "TemporaryDirectory", full)
     with pytest.raises(RunFailed, match=r"takes no files \(No space left on device\); make room there"):
         open_store(LOOPBACK).__enter__()
+
+
+def test_a_server_that_ends_instead_of_forking_is_named_with_the_limits_that_are_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(multiprocessing.get_context("forkserver").Process, "start", start)
+    monkeypatch.setattr(forked_process, "limits_set", lambda: ["one", "another"])
+    with pytest.raises(RunFailed, match=r"has ended\. A limit may be the cause: one; or another"):
+        forked_process.fork_process(0, print, (), tmp_path)
