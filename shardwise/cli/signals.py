@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.resilience.stopping import STOP_SIGNALS, handle_stop_signals
+from shardwise.resilience.stopping import STOP_SIGNALS, handle_stop_signals, interrupts
 
 
 @contextmanager
@@ -18,20 +18,20 @@ def stopped_as_interrupted() -> Iterator[list[int]]:
     The yielded list then contains the signal. Further signals are ignored until the process ends, so that
     they neither disturb the cleanup nor change the exit status.
     """
-    received: list[int] = []
+    interrupts.clear()
 
     def interrupt(number: int, _: object) -> None:
-        received.append(number)
+        interrupts.append(number)
         handle_stop_signals(signal.SIG_IGN)
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield received
+        yield interrupts
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     handle_stop_signals(interrupt)
     try:
-        yield received
+        yield interrupts
     finally:
         # If the exception left an `exec` of a text (dataclasses call it), Python notes an unhandled
         # interrupt, and `python -m` ends by SIGINT whatever the exit status is. The next `exec` clears

@@ -33,7 +33,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0
 """Seconds after the first signal within which a Ctrl-C counts as the same request."""
 _PR_SET_PDEATHSIG = 1
+interrupts: list[int] = []
+"""Signals that interrupted this command before it collected signals (cli/signals.py).
 
+Their handler raises an exception. Python drops an exception that is raised inside a hook, for example of
+`os.fork`, so `CollectSignals` takes these signals too.
+"""
 
 _AT_ONCE = "stopped at once; what was saved is kept"
 
@@ -76,6 +81,8 @@ class CollectSignals:
 
     def __enter__(self) -> CollectSignals:
         handle_stop_signals(self._handle)
+        while interrupts:
+            self.note(interrupts.pop(0))
         return self
 
     def __exit__(self, *_: object) -> None:

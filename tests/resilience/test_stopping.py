@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.resilience import stopping
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS, CollectSignals
 
@@ -32,6 +33,21 @@ def test_ctrl_c_once_more_ends_the_process_at_once(monkeypatch: pytest.MonkeyPat
     with CollectSignals() as signals, pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     assert signals.received == [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_dropped_still_stops_the_run() -> None:
+    class Hook:
+        """An object whose end runs code in which Python drops exceptions, as it does in hooks of os.fork."""
+
+        def __del__(self) -> None:
+            send(signal.SIGTERM)
+
+    with stopped_as_interrupted():
+        hook = Hook()
+        del hook
+        with CollectSignals() as signals:
+            assert signals.status == RESUME_ME
 
 
 def test_a_terminal_that_closes_does_not_stop_what_nohup_started() -> None:
