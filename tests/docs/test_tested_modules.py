@@ -21,7 +21,6 @@ RUN_BY = {
     "cli.plan_drawings": "cli/test_plan_command.py",
     "cli.plan_goals": "cli/test_plan_command.py",
     "cli.progress": "cli/test_words.py",
-    "cli.signals": "cli/test_signals.py",
     "cli.templates.own-module.model": "cli/test_new.py",
     "lazy": "cli/test_start.py",
     # Codecs and optimizers are found by name in their registries.
