@@ -108,6 +108,38 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+_GPU_CLOCK = 1.5e9
+"""Clock cycles per second of a GPU, roughly."""
+
+
+def abort_nccl() -> None:
+    """Abort all NCCL communicators of this process, so that collectives that wait for a lost peer end.
+
+    torch's own function for this (`_abort_process_group`) also forgets the groups, while another thread may
+    still use them. All are aborted together, because the abort of one can wait for another's kernel.
+    """
+    backends: list[Any] = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            backends.append(group._get_backend(torch.device("cuda")))
+        except RuntimeError:  # the group is for CPUs only
+            continue
+    nccl = [backend for backend in backends if backend.name() == "nccl"]
+    if nccl:
+        nccl[0]._group_start()
+        for backend in reversed(nccl):
+            backend.abort()
+        nccl[0]._group_end()
+
+
+def delay_stream(seconds: float) -> None:
+    """Let the current stream of the GPU do nothing for about this long.
+
+    torch has no public function for this.
+    """
+    torch.cuda._sleep(int(seconds * _GPU_CLOCK))  # type: ignore[no-untyped-call]
+
+
 def set_activation_memory_budget(share: float) -> None:
     """Set how much memory the compiler may use for activations before it recomputes them.
 

@@ -72,8 +72,8 @@ def sharing(workers: int) -> Iterator[str]:
 
     if gpus_are_shared(workers):
         yield (
-            f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each "
-            f"other goes through host memory, so this shows what a layout computes, not how fast it is"
+            f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: they compute in turns, and "
+            f"NCCL sends through sockets, so this shows what a layout computes, not how fast it is"
         )
 
 

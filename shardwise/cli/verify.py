@@ -148,7 +148,7 @@ def _on_gpus(result: ProofResult) -> str:
 
     gpus = counted(local_gpus(), "GPU")
     shared = gpus_are_shared(result.proof.world)
-    return f" that share {gpus} (transfers through host memory)" if shared else f" on {gpus}"
+    return f" that share {gpus} (NCCL through sockets)" if shared else f" on {gpus}"
 
 
 def _axes(result: ProofResult) -> dict[str, int]:

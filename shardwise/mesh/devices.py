@@ -57,7 +57,7 @@ def uses_gpus(workers: int, asked: Device = "auto") -> bool:
 
 
 def gpus_are_shared(workers: int) -> bool:
-    """Return whether this machine has more workers than GPUs. They then communicate through host memory."""
+    """Return whether this machine has more workers than GPUs, so that some share one."""
     return workers > local_gpus()
 
 

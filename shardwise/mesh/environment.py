@@ -180,6 +180,11 @@ def gpus_are_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
+def nccl_may_share_gpus() -> bool:
+    """Return whether the user lets NCCL (2.30 or newer) put several ranks of a host on one GPU."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def worker_environment(workers: int) -> dict[str, str]:
     """Return the environment variables that shardwise sets for its workers: an equal share of the cores."""
     return {"OMP_NUM_THREADS": str(threads_of_worker(workers))}

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config.layout import Layout
 from shardwise.config.machine import Device
+from shardwise.mesh import nccl
 from shardwise.mesh.devices import gpus_are_shared, pick_device
 from shardwise.mesh.environment import Worker, agent_has_store
 from shardwise.mesh.sockets import (
@@ -166,8 +167,10 @@ def _meet(worker: Worker, device: torch.device) -> None:
     torch is not given a `device_id`: with it, the second grid that a process creates, for example after a
     fault, ends in a segmentation fault (pytorch/pytorch#192109).
     """
+    if device.type == "cuda":
+        _prepare_nccl(worker)
     dist.init_process_group(
-        _backend(worker, device),
+        "nccl" if device.type == "cuda" else "gloo",
         rank=worker.rank,
         world_size=worker.world,
         timeout=COLLECTIVE_TIMEOUT,
@@ -175,16 +178,12 @@ def _meet(worker: Worker, device: torch.device) -> None:
     )
 
 
-def _backend(worker: Worker, device: torch.device) -> str:
-    """Return the name of torch's backend for collectives. NCCL refuses two workers on one GPU."""
-    if device.type == "cpu":
-        return "gloo"
-    if not gpus_are_shared(min(worker.local_world, worker.world)):
-        return "nccl"
-    from shardwise.mesh import host_memory_group
-
-    host_memory_group.register()
-    return host_memory_group.NAME
+def _prepare_nccl(worker: Worker) -> None:
+    """Make the settings of NCCL that it reads when it creates the first communicator."""
+    if gpus_are_shared(min(worker.local_world, worker.world)):
+        nccl.share_gpus()
+    if worker.launcher == "shardwise":  # this worker has a host that watches it
+        nccl.leave_faults_to_the_host()
 
 
 def _rendezvous(worker: Worker) -> dict[str, Any]:
@@ -266,6 +265,7 @@ def abandon() -> None:
 
     Closing the connections tells the other peers, who may be waiting for this worker.
     """
+    nccl.interrupt()
     with contextlib.suppress(Exception):  # a broken group may raise an error
         dist.destroy_process_group()
     count_groups_anew()
@@ -278,6 +278,10 @@ _GONE = (
     "Broken pipe",
     "Connection refused",
     "Connection timed out",
+    # NCCL's
+    "Connection closed by remote peer",
+    "remote process exited",
+    "communicator was aborted",
 )
 
 
@@ -290,7 +294,7 @@ def peer_is_gone(error: BaseException | None) -> bool:
     while error is not None:
         # `failures` belongs to torch's CheckpointException, whose import takes a second.
         inside = [repr(failure) for failure in getattr(error, "failures", {}).values()]
-        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError | nccl.Interrupted):
             return True
         if (inside or isinstance(error, RuntimeError)) and any(text in f"{error}{inside}" for text in _GONE):
             return True

@@ -481,9 +481,14 @@ class Host:
             self._enlist(worker, team)  # possibly again, after its connection was lost
 
     def _direct_working(self, worker: WorkerProcess, team: Team, orders: Orders, late: bool) -> None:
-        """Replace a worker that stays in an earlier team for too long, or pass on the leader's request."""
-        if worker.generation < team.generation and late and not worker.loose:
-            self._discard(worker)
+        """Let a worker leave an earlier team, replace one that stays in it, or pass on the leader's
+        request."""
+        if worker.generation < team.generation and not worker.loose:
+            if late:
+                self._discard(worker)
+            elif worker.wished != "leave":
+                worker.wished = "leave"
+                worker.send(worker_messages.TeamBroke())
         elif orders.wish in ("regroup", "stop") and worker.wished != orders.wish:
             worker.wished = orders.wish
             worker.send(worker_messages.Regroup() if orders.wish == "regroup" else worker_messages.Stop())

@@ -25,7 +25,7 @@ from typing import Literal
 
 from shardwise.errors import Unreadable, UserError, without_middle
 from shardwise.limits import limit_reached
-from shardwise.mesh import Worker
+from shardwise.mesh import Worker, nccl
 from shardwise.observe import present_time
 from shardwise.plan import Plan
 from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
@@ -47,6 +47,7 @@ from shardwise.resilience.worker_messages import (
     Signalled,
     Stacks,
     Stop,
+    TeamBroke,
     Waiting,
 )
 
@@ -207,6 +208,7 @@ class HostLink(WorkerLink):
             os._exit(1)
         match message:
             case JoinTeam():
+                nccl.forget_interruption()
                 self._wish = None
                 self._teams.put(message)
             case ReportStacks():
@@ -215,6 +217,9 @@ class HostLink(WorkerLink):
                 self._wish = "regroup"
             case Stop():
                 self._wish = "stop"
+            case TeamBroke():
+                # In a thread of its own, because aborting a communicator may take long.
+                threading.Thread(target=nccl.interrupt, name="interrupt", daemon=True).start()
             case Leave():
                 self._teams.put(None)
 

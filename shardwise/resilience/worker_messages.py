@@ -99,9 +99,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class TeamBroke:
+    """A peer is gone. Leave the team, and wait for the next one."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """The run has ended; there will be no next team."""
 
 
-FromHost = JoinTeam | ReportStacks | Regroup | Stop | Leave
+FromHost = JoinTeam | ReportStacks | Regroup | Stop | TeamBroke | Leave
 """Any message that a host sends to its worker."""

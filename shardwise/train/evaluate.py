@@ -7,6 +7,7 @@ import torch
 
 from shardwise.data import Dataset, Rows
 from shardwise.data.batches import to_batch
+from shardwise.mesh import nccl
 from shardwise.models import IGNORED, attention_backends, generate
 from shardwise.train.build import Training
 
@@ -31,6 +32,7 @@ def held_out_loss(training: Training) -> float | None:
     for axis in ("context", "pipeline"):  # all ranks along these have counted the same items
         training.comm.all_reduce(sums[:1], axis)
     total, items = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
+    nccl.check_not_interrupted()
     return float(total / (items or 1.0))
 
 

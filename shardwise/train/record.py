@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import EXPOSED
 from shardwise.drivers.registry import driver_of
+from shardwise.mesh import nccl
 from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
 from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
@@ -105,6 +106,7 @@ class QueuedNumbers:
     def read(self) -> Numbers:
         """Wait for the device, and return the numbers."""
         numbers = iter(self._numbers.tolist())
+        nccl.check_not_interrupted()
         shared, single, loads, scaled = ([next(numbers) for _ in range(n)] for n in self._lengths)
         norm, tokens, again = single
         return Numbers(Shared.of(shared), norm, int(tokens), bool(again), loads, scaled)

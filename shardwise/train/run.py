@@ -26,7 +26,7 @@ from shardwise.data.check_data import unnamed_tokenizer
 from shardwise.drivers.driver import LooseWorker
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import RunFailed, UserError
-from shardwise.mesh import Worker, abandon, leave, peer_is_gone
+from shardwise.mesh import Worker, abandon, leave, nccl, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
 from shardwise.plurals import counted
 from shardwise.resilience.memory_snapshots import MemorySnapshots
@@ -88,7 +88,7 @@ def run(config: Config, link: WorkerLink) -> int:
         try:
             status = _in_team(config, worker, team, dataset, link, copies)
         except Exception as error:
-            if not (link.recovers and peer_is_gone(error)):
+            if not (link.recovers and (nccl.is_interrupted() or peer_is_gone(error))):
                 raise
             log.warning("a peer is gone: %s", error)
             link.peer_gone(str(error).splitlines()[0])

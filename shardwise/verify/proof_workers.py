@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,8 +66,8 @@ class Workers:
     """A number of local processes, which live as long as the `with` block."""
 
     def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
-        """Prepare `count` workers. `longest_delay` is the longest delay, in seconds, of transfers between
-        workers that share a GPU (mesh/host_memory_group.py)."""
+        """Prepare `count` workers. `longest_delay` is the longest delay of collectives on GPUs, in seconds
+        (verify/delays.py)."""
         self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
         self._started: list[ForkedProcess] = []
@@ -145,17 +146,17 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
     """Run task after task in a worker, until the pipe closes."""
     import torch
 
-    from shardwise.mesh import host_memory_group
+    from shardwise.verify.delays import DelayedCollectives
 
     torch.set_num_threads(1)
-    host_memory_group.longest_delay = longest_delay
     while True:
         try:
             task, arguments, world, port, seconds = pipe.recv()
         except (EOFError, OSError):
             return
         faulthandler.dump_traceback_later(seconds * 0.95, file=sys.stderr)
-        answer = _answer(rank, world, port, task, arguments)
+        with DelayedCollectives(longest_delay) if longest_delay else nullcontext():
+            answer = _answer(rank, world, port, task, arguments)
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise._torch import DispatchMode, Operator
 from shardwise.comm import gloo
-from shardwise.mesh import Worker, host_memory_group
+from shardwise.mesh import Worker
 from shardwise.parallel import ring
 from shardwise.verify.compare_layout import build_proof, watch
 from shardwise.verify.proof_job import ProofJob
@@ -59,14 +59,21 @@ class SumRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        if func is ring.RING:  # our own operator, which takes sums inside
-            with self:
-                return ring.ring_forward(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        result = call_operator(self, func, args, kwargs or {})
         name = func.overloadpacket.__name__
         if name in SUMMING and _first_dtype(result, args) in SHORT:
             self.short[name, _caller(sys._getframe(1))] = None
         return result
+
+
+def call_operator(
+    mode: DispatchMode, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """Call an operator that a mode has seen. The mode also sees the operators inside our own operator."""
+    if operator is ring.RING:
+        with mode:
+            return ring.ring_forward(*args, **kwargs)
+    return operator(*args, **kwargs)
 
 
 def _first_dtype(*values: object) -> torch.dtype | None:
@@ -83,13 +90,12 @@ def _first_dtype(*values: object) -> torch.dtype | None:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """Return the innermost function outside torch, our reduce-scatter and our process group, as "file
-    function"; or "autograd" if autograd's engine made the call."""
-    here = Path(torch.__file__).parent
-    ours = (Path(gloo.__file__), Path(host_memory_group.__file__))
+    """Return the innermost function outside torch and our reduce-scatter, as "file function"; or "autograd"
+    if autograd's engine made the call."""
+    here, ours = Path(torch.__file__).parent, Path(gloo.__file__)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if here not in path.parents and path not in ours:
+        if here not in path.parents and path != ours:
             return f"{'/'.join(path.parts[-3:])} {frame.f_code.co_name}"
         if frame.f_code.co_name == "_engine_run_backward":
             break

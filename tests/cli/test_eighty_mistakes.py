@@ -86,7 +86,7 @@ TRAIN = [
     ("steps=3", "write it as section.key=value, here train.steps=3"),
     (".steps=3", "override '.steps=3': write it as section.key=value"),
     ("train.steps", "write it as section.key=value"),
-    ("--workers=two", "not a valid int"),
+    ("--workers=two", "valid int"),
     ("--wrokers=2", "No such option"),
     ("--steps 10", "--steps 10: not an option; write train.steps=10"),
     ("--max_steps=10 --lr 1e-3", "--lr 1e-3: not an option; write train.learning_rate=1e-3"),

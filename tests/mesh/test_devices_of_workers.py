@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwise.errors import UserError
-from shardwise.mesh import Worker, device_memory, host_memory_group, uses_gpus
+from shardwise.mesh import Worker, device_memory, uses_gpus
 from shardwise.mesh.devices import pick_device
-from shardwise.mesh.mesh import _backend
+from shardwise.mesh.mesh import _prepare_nccl
 
 
 @pytest.fixture
@@ -47,14 +47,16 @@ def test_workers_that_are_asked_to_share_gpus_take_turns_with_them(gpus: list[to
     assert [pick_device(worker, "cuda").index for worker in five] == [0, 1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("workers", "backend"), [(2, "nccl"), (3, host_memory_group.NAME)])
-def test_nccl_carries_what_workers_send_unless_two_share_a_gpu(
-    gpus: list[torch.device], workers: int, backend: str
+@pytest.mark.parametrize(("workers", "shared"), [(2, False), (3, True)])
+def test_nccl_takes_workers_that_share_a_gpu_for_different_hosts(
+    gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, workers: int, shared: bool
 ) -> None:
+    monkeypatch.setattr(os, "environ", {})
     worker = Worker(
         rank=0, world=workers, local_rank=0, local_world=2**20, address="", port=0, launcher="test"
     )
-    assert _backend(worker, torch.device("cuda", 0)) == backend
+    _prepare_nccl(worker)
+    assert ("NCCL_HOSTID" in os.environ) == shared
 
 
 def test_workers_that_share_a_gpu_have_its_memory_together(

@@ -32,7 +32,15 @@ from shardwise.resilience.host import Host
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
 from shardwise.resilience.team import Bounds, Fault, Leader, Member, Orders, Refusal, Report, Team
 from shardwise.resilience.worker_link import HostLink
-from shardwise.resilience.worker_messages import Done, Failed, JoinTeam, Progress, Signalled, Waiting
+from shardwise.resilience.worker_messages import (
+    Done,
+    Failed,
+    JoinTeam,
+    Progress,
+    Signalled,
+    TeamBroke,
+    Waiting,
+)
 from shardwise.resilience.worker_process import WorkerProcess, fault_of_dead_worker
 
 # A host leaves signals ignored, because its process is about to end.
@@ -260,6 +268,18 @@ def test_a_late_word_of_an_earlier_team_says_nothing_about_the_present_one(
     host._receive(worker, Done(0))
     report = host._report()
     assert (report.generation, report.step, report.done) == (2, step, status)
+
+
+def test_a_worker_of_a_broken_team_is_told_once_to_leave_it(tmp_path: Path) -> None:
+    host, _ = a_host(tmp_path, {}, workers=1)
+    pipe, to_worker = multiprocessing.Pipe()
+    worker = WorkerProcess(0, multiprocessing.Process(), to_worker, "working", generation=1)
+    team = Team(2, (Member("a", 0),), plan_for(1), "10.0.0.1", 5, "name", 1.5)
+    for _ in range(2):
+        host._direct_working(worker, team, Orders(team=team), late=False)
+    assert pipe.poll()
+    assert pipe.recv() == TeamBroke()
+    assert not pipe.poll()
 
 
 def test_the_death_by_a_signal_without_a_name_is_a_fault_too(tmp_path: Path) -> None:
