@@ -5,10 +5,10 @@ computes, and the error.
     python benchmarks/one_gpu.py table.md --only zbv
 
 Each row is a proof (`shardwise verify ... --device cuda`) in float64 unless it says otherwise: three steps of
-one process on the CPU, and the same on workers that share the GPU, whose transfers go through host memory
-(shardwise/mesh/host_memory_group.py). `delays`: each transfer begins after a random time of up to 5
-milliseconds, so that a missing wait shows. The seconds are those of the proof on a machine that may do other
-work; they say nothing about the speed of the layout with one GPU for each worker.
+one process on the CPU, and the same on workers that share the GPU and send over NCCL (mesh/nccl.py).
+`delays`: before each collective its stream pauses for a random time of up to 5 milliseconds, so that a
+missing wait shows (verify/delays.py). The seconds are those of the proof on a machine that may do other work;
+they say nothing about the speed of the layout with one GPU for each worker.
 
 The table is written again after every row.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 
 JOB = Path(__file__).parents[1] / "examples" / "verify.toml"
 DENSE = ("model.preset=bytes-400k", "model.layers=4", "model.kv_heads=4")
-SETS = 5
+SETS = 2
 """Number of sets of workers that run at the same time, each set in its own process."""
 
 
@@ -41,7 +41,7 @@ class Row:
     train: str = ""
     dtype: str = "float64"
     milliseconds: float = 0.0
-    """Longest delay of a message."""
+    """Longest delay of a collective."""
 
     @property
     def workers(self) -> int:
