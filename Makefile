@@ -48,7 +48,7 @@ picture: .venv/.installed  ## the pictures in docs/, from the last `make quickst
 	$(BIN)/python -c 'import io, rich.console as c; from shardwise.observe import render, summarise; \
 	console = c.Console(record=True, width=90, file=io.StringIO()); render(summarise("runs/quickstart"), console); \
 	console.save_svg("docs/quickstart.svg", title="shardwise report runs/quickstart")'
-	$(BIN)/shardwise plan examples/llama3-70b-64xh100.toml --json | $(BIN)/python -c 'import io, json, sys, rich.console as c; from shardwise.cli.plan_show import show; \
+	$(BIN)/shardwise plan examples/llama3-70b-64xh100.toml --json | $(BIN)/python -c 'import io, json, sys, rich.console as c; from shardwise.library.plan_show import show; \
 	console = c.Console(record=True, width=110, file=io.StringIO(), highlight=False); show(json.load(sys.stdin), console); \
 	console.save_svg("docs/plan.svg", title="shardwise plan examples/llama3-70b-64xh100.toml")'
 	$(BIN)/shardwise plan examples/llama3-70b-64xh100.toml layout.pipeline=4 --html /tmp/shardwise-plan.html

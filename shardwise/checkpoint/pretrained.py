@@ -4,10 +4,10 @@ config.json says what the tensors must be (config/model_config.py), and the head
 are. Both are compared before any tensor is read, and one message names all tensors that are missing, left
 over or of another shape.
 
-Headers are read without torch, so that a job's weights are checked before anything starts (cli/check_job.py).
-The files are read with the safetensors library, because a folder from elsewhere is not trusted and the
-library checks headers well; the index may name no file outside of the folder, though a file may be a link to
-one. Pickled weights are refused: opening them runs code.
+Headers are read without torch, so that a job's weights are checked before anything starts
+(library/check_job.py). The files are read with the safetensors library, because a folder from elsewhere is
+not trusted and the library checks headers well; the index may name no file outside of the folder, though a
+file may be a link to one. Pickled weights are refused: opening them runs code.
 
 The checkpoint has step 0 and only weights, in the dtype of the folder, and the folder's other files
 (huggingface_files.py). It needs memory for the largest tensor, for experts for those of one layer: files are

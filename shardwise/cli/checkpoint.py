@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from shardwise.cli.arguments import AsJson
-from shardwise.cli.doctor import need_torch
 from shardwise.errors import UserError
+from shardwise.library.torch_version import need_torch
 from shardwise.plurals import counted
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ def import_(
     need_torch()
     from shardwise.checkpoint.pretrained import import_folder
     from shardwise.command_name import command_name
+    from shardwise.library.machine import note_links
 
     note_links(folder)
     with _bar("importing") as progress:
@@ -193,15 +194,6 @@ def parse_size(text: str) -> int:
     if amount < 1:
         raise UserError(f"--shard-size {text}: not a size; write for example 500MB or 5GB")
     return int(amount)
-
-
-def note_links(folder: Path) -> None:
-    """Print a note if files of a Hugging Face folder are links to files elsewhere. Such files are read, and
-    stored in checkpoints."""
-    from shardwise.config.pretrained_folder import links_outside
-
-    if sentence := links_outside(folder):
-        typer.echo(f"note: {sentence}", err=True)
 
 
 def _checkpoints_of(folder: str) -> list[str]:

@@ -38,8 +38,8 @@ def prepare(
     """Tokenise SOURCE into memory-mapped shards in FOLDER. An interrupted run continues where it stopped."""
     import json as json_module
 
-    from shardwise.cli.progress import preparing
     from shardwise.data import prepare as prepare_shards
+    from shardwise.library.progress import preparing
     from shardwise.plurals import counted
 
     with preparing() as progress:

@@ -6,13 +6,10 @@ comes at once, even if torch is broken. GPUs are queried through the driver's ow
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,9 +19,9 @@ import typer
 from shardwise import __version__
 from shardwise.cli.arguments import AsJson
 from shardwise.command_name import command_name
+from shardwise.library.torch_version import TORCH_TESTED, installed_version, torch_problem
 from shardwise.units import GIB
 
-TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
 _EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb"}
 _CACHE = ".shardwise"
 
@@ -75,7 +72,11 @@ def examine() -> list[Finding]:
     gpus = _gpus()
     return [
         Finding("shardwise", "good", __version__),
-        Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding(
+            "python",
+            "good",
+            f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        ),
         _torch(gpus),
         Finding("cores", "good", f"{cores()} usable"),
         Finding("memory", "good", f"{machine_memory() / GIB:.1f} GiB"),
@@ -95,39 +96,11 @@ def verdict(findings: list[Finding]) -> str:
     return f"Ready to train. Start with: {command_name()} new demo"
 
 
-def torch_problem() -> str | None:
-    """Return what is wrong with the installed torch, and the command that corrects it; None if it is
-    supported."""
-    installed = _version("torch")
-    supported = f"{_dotted(TORCH_OLDEST)} up to, not including, {_dotted(TORCH_BELOW)}"
-    if installed is None:
-        return f"torch is not installed; shardwise needs {supported}. {_install_lines()}"
-    version = re.match(r"(\d+)\.(\d+)", installed)
-    if not version or not TORCH_OLDEST <= (int(version[1]), int(version[2])) < TORCH_BELOW:
-        return f"torch {installed} is not supported; shardwise needs {supported}. {_install_lines()}"
-    return None
-
-
-def need_torch() -> None:
-    """Raise an error unless a supported torch is installed."""
-    from shardwise.errors import UserError
-
-    if problem := torch_problem():
-        raise UserError(problem)
-
-
-def _install_lines() -> str:
-    with_gpu = f"pip install torch=={TORCH_TESTED}"
-    if not sys.platform.startswith("linux"):
-        return f"Install it with: {with_gpu}"
-    return f"Install it with: {with_gpu}  (for a smaller, CPU-only build see the install page of pytorch.org)"
-
-
 def _torch(gpus: list[Gpu]) -> Finding:
     problem = torch_problem()
     if problem:
         return Finding("torch", "bad", problem)
-    installed = _version("torch") or ""
+    installed = installed_version("torch") or ""
     if gpus and installed.endswith("+cpu"):
         install = f"pip install --force-reinstall torch=={TORCH_TESTED}"
         advice = f"cannot use the GPU here. Install the CUDA build: {install}"
@@ -192,21 +165,10 @@ def _compiler() -> Finding:
 
 
 def _extra(extra: str, package: str) -> Finding:
-    installed = _version(package)
+    installed = installed_version(package)
     if installed:
         return Finding(extra, "good", f"{package} {installed}")
     return Finding(extra, "optional", f"not installed; pip install 'shardwise[{extra}]'")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def _bad(findings: list[Finding]) -> list[Finding]:

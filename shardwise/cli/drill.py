@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
 from shardwise.cli.arguments import AsJson, JobFile, OnDevice, Overrides
-from shardwise.cli.columns import aligned
-from shardwise.cli.machine import sharing, with_device
 from shardwise.cli.signals import stopped_as_interrupted
-from shardwise.plurals import counted
-
-if TYPE_CHECKING:
-    from shardwise.config import Config
-    from shardwise.verify.drill import DrillResult
-    from shardwise.verify.drill_faults import Kind
+from shardwise.library.drill_job import drill_job, drill_lines
+from shardwise.library.machine import with_device
 
 
 def drill(
@@ -41,7 +33,7 @@ def drill(
     """Train a job undisturbed, then again while faults are injected, and prove that nothing was lost."""
     try:
         with stopped_as_interrupted():
-            result = _drill(job, with_device(overrides, device), faults, count, seed, workers)
+            result = drill_job(job, with_device(overrides, device), faults, count, seed, workers)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing is left running", err=True)
         raise typer.Exit(130) from None
@@ -50,129 +42,7 @@ def drill(
 
         print(dumps(result.to_json()))
     else:
-        _show(result)
+        print("\n".join(drill_lines(result)))
     if result.failure:
         typer.echo(result.failure, err=True)
     raise typer.Exit(0 if result.passes else 1)
-
-
-def _drill(
-    job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None
-) -> DrillResult:
-    from shardwise.cli.check_job import checks_of_run
-    from shardwise.config import read
-    from shardwise.drivers.driver import WorkerCounts
-
-    def counts(config: Config) -> WorkerCounts:
-        return WorkerCounts(*[_workers(config, workers)] * 3)
-
-    config = read(job, overrides, workers, [lambda _: _unknown(faults), *checks_of_run(counts)])
-    from shardwise.plan import choose
-    from shardwise.verify.drill import drill as run
-
-    kinds, devices = _kinds(faults), _workers(config, workers)
-    choose(config, devices)
-    for line in sharing(devices) if config.run.device == "cuda" else ():
-        typer.echo(line, err=True)
-    with _DrillBar(config.train.steps, count) as progress:
-        return run(config, devices, kinds, count, seed, progress)
-
-
-def _kinds(faults: str) -> list[Kind]:
-    return cast("list[Kind]", list(dict.fromkeys(word.strip() for word in faults.split(",") if word.strip())))
-
-
-def _unknown(faults: str) -> Iterator[str]:
-    from shardwise.verify.drill_faults import KINDS
-
-    unknown = [word for word in _kinds(faults) if word not in KINDS]
-    if unknown or not _kinds(faults):
-        wrong = f"{', '.join(unknown)} is not known" if unknown else "names none"
-        yield f"--faults {faults}: {wrong}; use some of {', '.join(KINDS)}"
-
-
-def _workers(config: Config, workers: int | None) -> int:
-    """Return the number of workers that `shardwise train` would start."""
-    from shardwise.cli.train import workers_here
-
-    return workers or workers_here(config)
-
-
-class _DrillBar:
-    """Shows a drill on standard error: a progress bar that is redrawn on a terminal, and above it what
-    happened."""
-
-    def __init__(self, steps: int, faults: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._console = Console(stderr=True, highlight=False)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(30),
-            MofNCompleteColumn(),
-            TextColumn("steps, {task.fields[faults]} faults survived"),
-            TimeElapsedColumn(),
-        )
-        self._bar = Progress(
-            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
-        )
-        self._task = self._bar.add_task("starting", total=steps, faults=f"0 of {faults}")
-        self._count, self._phase = faults, ""
-
-    def __enter__(self) -> _DrillBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def at(self, phase: str, step: int, faults: int) -> None:
-        """Show which phase the drill is in, at which step, and how many faults were survived."""
-        self._bar.update(self._task, description=phase, completed=step, faults=f"{faults} of {self._count}")
-        if phase != self._phase and not self._console.is_terminal:
-            self._console.print(f"{phase} (step {step})", markup=False, soft_wrap=True)
-        self._phase = phase
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(text, markup=False, soft_wrap=True)
-
-
-def _show(result: DrillResult) -> None:
-    print("\n".join(_table(result)))
-    for line in result.comparison.sentences() if result.comparison else ():
-        print(line)
-    for event in result.unexpected:
-        print(f"more faults than the drill injected: {event}")
-    undisturbed, drilled = f"{result.baseline.training:.1f} s", f"{result.drilled_seconds:.1f} s"
-    steps = f"the steps took {undisturbed} undisturbed, {drilled} with faults"
-    print(f"goodput {result.goodput:.2f}: {steps}, from the beginning of the first to the end of the last")
-    print(f"{'PASS' if result.passes else 'FAIL'}: {_verdict(result)}")
-
-
-def _verdict(result: DrillResult) -> str:
-    compared, planned = result.comparison, len(result.planned)
-    survived = counted(len(result.faults), "fault")
-    if compared is None:
-        return f"{len(result.faults)} of {planned} faults were survived; the run did not reach its end"
-    precision = "to the last bit"
-    if compared.tolerance is not None:
-        precision = f"to rounding (relative {compared.tolerance:g}: the layout changed)"
-    if not result.passes:
-        return f"{survived} survived, but the run is not the undisturbed one {precision}"
-    steps, tensors = counted(compared.steps, "step"), counted(compared.tensors, "tensor")
-    parts = f"the losses of {steps}, their data and {tensors} at the end"
-    workers = counted(result.workers, "worker")
-    return f"{survived} on {workers}; {parts} equal the undisturbed run's {precision}"
-
-
-def _table(result: DrillResult) -> list[str]:
-    """Return a table with one line per fault."""
-    rows = [["fault", "step", "seconds to recover", "steps lost", "what happened"]]
-    for fault in result.faults:
-        seconds = f"{fault.seconds_to_recover:.1f}"
-        rows.append([fault.kind, str(fault.step), seconds, str(fault.steps_lost), fault.happened])
-    for missed in result.planned[len(result.faults) :]:
-        rows.append([missed.kind, "-", "-", "-", "not survived, or not reached"])
-    return [*aligned(rows), ""]

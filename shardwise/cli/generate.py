@@ -64,10 +64,11 @@ def _load(model: str) -> LoadedModel:
     """
     from shardwise.checkpoint.folder import read_manifest, saved_model
     from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
-    from shardwise.cli.checkpoint import newest, note_links
-    from shardwise.cli.doctor import need_torch
+    from shardwise.cli.checkpoint import newest
     from shardwise.config.pretrained_folder import CONFIG
     from shardwise.files import reading
+    from shardwise.library.machine import note_links
+    from shardwise.library.torch_version import need_torch
 
     need_torch()
     folder = Path(model)

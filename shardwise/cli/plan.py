@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.arguments import AsJson, JobFile
+from shardwise.library.plan_job import cluster_of, plan_answer, problems_of_cluster
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.cli.plan_goals import Answer
-    from shardwise.config import Config, Sections
+    from shardwise.config import Config
     from shardwise.cost.cluster import Cluster
     from shardwise.files import Json
     from shardwise.plan.timeline import Timeline
@@ -81,8 +82,8 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Find the best layout for a job: what it costs, why it wins, and where the next best loses."""
-    from shardwise.cli.check_job import float8_problems
     from shardwise.config import read
+    from shardwise.library.check_job import float8_problems
     from shardwise.search.search import check_countable
 
     questions = _Questions(scale, fewest, maximise, flops, days)
@@ -99,7 +100,7 @@ def plan(
             lambda _: _problems_of_questions(questions, html, schedule),
             lambda _: _problems_of_numbers(numbers),
             lambda _: _unwritable({"--html": html, "--svg": svg}),
-            _problems_of_cluster,
+            problems_of_cluster,
             float8_problems,
         ],
     )
@@ -107,13 +108,13 @@ def plan(
         _draw(config, svg, json)
         return
     check_countable(config)
-    cluster = _cluster(config)
+    cluster = cluster_of(config)
     if questions.anything:
         _print(*_goal(config, cluster, questions), json)
         return
-    answer = _answer(config, cluster, str(job), everything, storage_speed, device_mtbf)
+    answer = plan_answer(config, cluster, str(job), everything, storage_speed, device_mtbf)
     if html is not None:
-        from shardwise.cli.plan_page import render_page
+        from shardwise.library.plan_page import render_page
 
         html.write_text(render_page(answer), encoding="utf-8")
         typer.echo(f"written to {html}", err=True)
@@ -180,15 +181,6 @@ def _problems_of_numbers(numbers: Mapping[str, float | None]) -> Iterator[str]:
             yield f"{option} {value:g}: give a number above 0{examples.get(option, '')}"
 
 
-def _problems_of_cluster(sections: Sections) -> Iterator[str]:
-    from shardwise.config import complete_config
-    from shardwise.cost.clusters import requested_cluster
-
-    if config := complete_config(sections):
-        requested_cluster(config.cluster)
-    yield from ()
-
-
 def _goal(config: Config, cluster: Cluster, questions: _Questions) -> Answer:
     """Return the answer to the question that was asked beside the best layout."""
     from shardwise.cli import plan_goals
@@ -215,57 +207,12 @@ def _print(answer: Json, shown: Sequence[RenderableType], json: bool) -> None:
         console.print(part, soft_wrap=isinstance(part, str))
 
 
-def _answer(
-    config: Config,
-    cluster: Cluster,
-    job: str,
-    everything: bool,
-    storage_speed: float,
-    device_mtbf: float | None,
-) -> Json:
-    from shardwise import __version__
-    from shardwise.cli.plan_drawings import drawings
-    from shardwise.cli.plan_show import advice_of
-    from shardwise.search.answer import answer
-    from shardwise.search.interval import DEVICE_HOURS
-    from shardwise.search.lossy import search_job
-    from shardwise.search.whole_run import beyond
-
-    searched = search_job(config, cluster, cluster.devices)
-    config, result = searched.config, searched.result
-    content = answer(config, result, everything)
-    content["best"] |= drawings(result)
-    more = beyond(config, result, 1e9 * storage_speed, device_mtbf or DEVICE_HOURS)
-    chosen = [f"compression {config.layout.compression or 'none'}: {searched.why}"] if searched.why else []
-    return {
-        "version": __version__,
-        **content,
-        "job": job,
-        "beyond": more,
-        "advice": [*chosen, *advice_of(more)],
-    }
-
-
 def _show(answer: Json) -> None:
     from rich.console import Console
 
-    from shardwise.cli.plan_show import show
+    from shardwise.library.plan_show import show
 
     show(answer, Console(highlight=False, markup=False))
-
-
-def _cluster(config: Config) -> Cluster:
-    """Return the cluster that the job names, or this machine, which is measured once."""
-    from shardwise.cost.clusters import requested_cluster
-
-    named = requested_cluster(config.cluster)
-    if named is not None:
-        return named
-    from shardwise.cli.machine import this_machine
-
-    layout = config.layout
-    workers = config.cluster.devices or (layout.world if layout.data > 0 else None)
-    return this_machine(workers, config.run.device)[0]
 
 
 def _unwritable(files: Mapping[str, Path | None]) -> Iterator[str]:
@@ -337,7 +284,7 @@ def _micro_batches(config: Config) -> int:
 
 
 def _write_svg(path: Path, timeline: Timeline) -> None:
-    from shardwise.cli.draw_schedule import draw_svg
+    from shardwise.library.draw_schedule import draw_svg
 
     path.write_text(draw_svg(timeline), encoding="utf-8")
     typer.echo(f"drawn in {path}", err=True)
@@ -362,7 +309,7 @@ def _as_json(pipeline: _Pipeline) -> Json:
 
 
 def _as_text(pipeline: _Pipeline) -> str:
-    from shardwise.cli.draw_schedule import draw_text, summary
+    from shardwise.library.draw_schedule import draw_text, summary
     from shardwise.plan import peak_in_flight
     from shardwise.plurals import counted
 

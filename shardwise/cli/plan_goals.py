@@ -51,7 +51,7 @@ def problems_of_counts(text: str) -> Iterator[str]:
 
 def _curve(title: str, points: Sequence[ScalingPoint]) -> Table:
     """Return a scaling curve as a table, with one row per device count."""
-    from shardwise.cli.plan_show import table
+    from shardwise.library.plan_show import table
 
     columns = ["devices", "step", "tokens/s", "efficiency", "layout", "what breaks it"]
     return table(title, columns, [_row(point) for point in points])
@@ -103,7 +103,7 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
     """Return the fewest devices that train the job in this many days; without days, the fewest on which it
     fits."""
     from shardwise.cli.plain_data import plain_data
-    from shardwise.cli.plan_show import table
+    from shardwise.library.plan_show import table
     from shardwise.search.fewest import fewest_devices, smallest_that_fits
 
     if days is None:

@@ -62,8 +62,8 @@ def probe(
 
 def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     """Measure the cluster, write it and return it; None if another process writes it."""
-    from shardwise.cli.doctor import need_torch
     from shardwise.errors import UserError
+    from shardwise.library.torch_version import need_torch
     from shardwise.mesh import Node, Worker, launch_mode
     from shardwise.probe import measure_this_machine, worker_count
     from shardwise.probe.probe_budget import FULL, QUICK

@@ -1,7 +1,7 @@
 """The planner's answer: the best layout, its costs, why it is the best, where the best layout of another kind
 is slower, and what limits the result.
 
-The answer is plain data: the terminal, the page (cli/plan_page.py) and `--json` show the same object. Its
+The answer is plain data: the terminal, the page (library/plan_page.py) and `--json` show the same object. Its
 sentences are made in search/reasons.py.
 """
 

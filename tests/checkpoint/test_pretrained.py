@@ -21,7 +21,6 @@ from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.huggingface_files import as_files, file_key, files_of_folder, has_tokenizer
 from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.checkpoint.tensor_files import Contents
-from shardwise.cli.check_job import checks_of_proof, weights_problems
 from shardwise.config import Config, Data, Model, from_tables, read, to_toml
 from shardwise.config.pretrained_folder import links_outside
 from shardwise.data import Dataset
@@ -30,6 +29,7 @@ from shardwise.data.prepare import prepare
 from shardwise.data.tokenizer import file_fingerprint
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import parse_toml
+from shardwise.library.check_job import checks_of_proof, weights_problems
 from shardwise.plan import choose
 from shardwise.train.build import build, keep_files, save, start_from_pretrained
 from shardwise.train.resume import checkpoint_folder

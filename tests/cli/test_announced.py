@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise import mesh
-from shardwise.cli import machine
-from shardwise.cli import train as command
-from shardwise.cli.train import _train
 from shardwise.errors import UserError
+from shardwise.library import machine, start
 from shardwise.mesh import devices
 from shardwise.probe import quick_probe
 from shardwise.resilience import fork_server
@@ -22,15 +20,15 @@ JOB = Path(__file__).parents[2] / "examples/quickstart.toml"
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What the command says up to where its workers would start."""
+    """What a run says up to where its workers would start."""
     monkeypatch.setattr(launch, "launch", lambda *_: 0)
-    monkeypatch.setattr(command, "_check_data", lambda config: None)
+    monkeypatch.setattr(start, "_check_data", lambda config: None)
     monkeypatch.setattr(devices, "local_gpus", lambda: 0)
     monkeypatch.setattr(mesh, "cores", lambda: 2)
     monkeypatch.chdir(JOB.parents[1])
 
     def say(*overrides: str, workers: int | None = None) -> list[str]:
-        assert _train(JOB, [*overrides, f"run.folder={tmp_path}/run"], workers, (None, None)) == 0
+        assert start.start(JOB, [*overrides, f"run.folder={tmp_path}/run"], workers, (None, None)) == 0
         return capsys.readouterr().err.splitlines()
 
     return say
@@ -48,7 +46,7 @@ def test_more_workers_than_cores_are_warned_of(said: Any) -> None:
 
 
 def test_the_warning_comes_before_the_machine_is_measured_with_so_many(
-    said: Any, monkeypatch: pytest.MonkeyPatch
+    said: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(workers: int, device: str) -> None:
         raise UserError(f"measured with {workers}")
@@ -56,11 +54,9 @@ def test_the_warning_comes_before_the_machine_is_measured_with_so_many(
     monkeypatch.setattr(machine, "this_machine", measure)
     monkeypatch.setattr(fork_server, "start_server", lambda preload: None)
     monkeypatch.setattr(quick_probe, "valid_cache_file", lambda workers, device: None)
-    shown: list[str] = []
-    monkeypatch.setattr(command.typer, "echo", lambda text, err: shown.append(text))
     with pytest.raises(UserError, match="measured with 8"):
         said("layout=auto", workers=8)
-    assert shown[0].startswith("warning: 8 workers on 2 cores take turns")
+    assert capsys.readouterr().err.startswith("warning: 8 workers on 2 cores take turns")
 
 
 def test_a_cluster_that_is_not_this_machine_is_warned_of(said: Any) -> None:

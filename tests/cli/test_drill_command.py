@@ -16,9 +16,10 @@ import typer
 from warm import Command
 
 from shardwise.cli import drill as command
-from shardwise.cli.drill import _drill
 from shardwise.config import from_tables
 from shardwise.errors import UserError
+from shardwise.library import drill_job as library
+from shardwise.library.drill_job import drill_job
 from shardwise.plan import Dtypes
 from shardwise.verify.compare_runs import TOLERANCE, RunComparison
 from shardwise.verify.disturbed_run import Baseline
@@ -164,7 +165,7 @@ def test_only_a_drill_that_was_survived_without_a_difference_is_status_0(
     same = None if losses is None else RunComparison(9, None, [], [], losses, 0.0, [], [], [], {}, 0.0, 4)
     baseline = Baseline(training=1.0, start=0.1, step=0.1, slowest=0.1)
     found = DrillResult((), (), failure, (), same, False, {}, 2, baseline, drilled_seconds=2.0, seconds=4.0)
-    monkeypatch.setattr(command, "_drill", lambda *arguments: found)
+    monkeypatch.setattr(command, "drill_job", lambda *arguments: found)
     with pytest.raises(typer.Exit) as left:
         command.drill(Path("job.toml"), faults="kill", count=1, seed=0, json=True)
     assert left.value.exit_code == status
@@ -190,7 +191,7 @@ def test_a_mistake_is_answered_before_anything_runs(
 ) -> None:
     overrides = ["checkpoint.every=3", "layout.data=2", f"run.folder={tmp_path}/run", *overrides]
     with pytest.raises(UserError) as raised:
-        _drill(ROOT / "examples/drill.toml", overrides, faults, count, 0, None)
+        drill_job(ROOT / "examples/drill.toml", overrides, faults, count, 0, None)
     assert words in str(raised.value)
     assert not (tmp_path / "run").exists()
 
@@ -265,5 +266,5 @@ def test_a_drill_has_as_many_workers_as_the_run_that_it_stands_for() -> None:
             "layout": {"data": 2},
         }
     )
-    assert command._workers(groups, None) == 4
-    assert command._workers(groups, 8) == 8
+    assert library._workers(groups, None) == 4
+    assert library._workers(groups, 8) == 8

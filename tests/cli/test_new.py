@@ -20,11 +20,11 @@ from warm import Server
 from shardwise.cli.app import app
 from shardwise.cli.main import main
 from shardwise.cli.new import Template
-from shardwise.cli.train import _worker_counts
 from shardwise.command_name import command_name
 from shardwise.config import read
 from shardwise.config.json_schema import job_schema
 from shardwise.errors import UserError
+from shardwise.library.start import _worker_counts
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]

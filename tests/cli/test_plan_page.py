@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.plan_page import AXIS_COLOURS, CANDIDATES, MEMORY_COLOURS, TERM_COLOURS, render_page
 from shardwise.config import RANK_AXES
+from shardwise.library.plan_page import AXIS_COLOURS, CANDIDATES, MEMORY_COLOURS, TERM_COLOURS, render_page
 from shardwise.plan import make_schedule, simulate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -55,11 +55,13 @@ def test_workers_that_a_launcher_started_are_joined_and_the_first_writes(shardwi
 
 
 def test_a_missing_torch_is_said_with_the_line_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.cli import doctor
     from shardwise.cli.probe import _probe
     from shardwise.errors import UserError
+    from shardwise.library import torch_version
 
-    monkeypatch.setattr(doctor, "torch_problem", lambda: "torch is not installed; pip install torch==2.13.0")
+    monkeypatch.setattr(
+        torch_version, "torch_problem", lambda: "torch is not installed; pip install torch==2.13.0"
+    )
     with pytest.raises(UserError, match="pip install torch"):
         _probe(None, Path("cluster.toml"), quick=True)
     assert not Path("cluster.toml").exists()

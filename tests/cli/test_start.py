@@ -16,12 +16,12 @@ import pytest
 import typer
 
 from shardwise.cli import train as command
-from shardwise.cli.drill import _drill
 from shardwise.cli.probe import _probe
-from shardwise.cli.train import _train
-from shardwise.cli.verify import _prove
 from shardwise.config import read
 from shardwise.errors import UserError
+from shardwise.library import start
+from shardwise.library.drill_job import drill_job
+from shardwise.library.prove_job import prove_job
 from shardwise.mesh import Node
 from shardwise.resilience.first_node_file import FirstNodeFile
 from shardwise.resilience.stopping import STOP_SIGNALS
@@ -107,7 +107,7 @@ def test_a_script_that_has_used_cuda_and_has_no_guard_trains(tmp_path: Path, lay
 
 
 def refuse_train(*overrides: str, **options: Any) -> Callable[[Path], object]:
-    return lambda folder: _train(
+    return lambda folder: start.start(
         JOB,
         [*overrides, f"run.folder={folder}/run"],
         options.get("workers"),
@@ -126,9 +126,9 @@ def refuse_train(*overrides: str, **options: Any) -> Callable[[Path], object]:
         refuse_train("layout.data=2", least=3, most=2),
         refuse_train("layout.data=2", "checkpoint.folder=memory://x"),
         refuse_train("layout.data=2", "model.hidden=100000", "model.layers=100"),
-        lambda folder: _prove(JOB, ["layout.tensor=3", "layout.data=1"], 1, "float64", None, "one-device"),
-        lambda folder: _prove(JOB, ["layout.data=2"], 1, "float64", "misroute-token", "one-device"),
-        lambda folder: _drill(JOB, ["layout.data=2", f"run.folder={folder}/run"], "fire", 1, 0, None),
+        lambda folder: prove_job(JOB, ["layout.tensor=3", "layout.data=1"], 1, "float64", None, "one-device"),
+        lambda folder: prove_job(JOB, ["layout.data=2"], 1, "float64", "misroute-token", "one-device"),
+        lambda folder: drill_job(JOB, ["layout.data=2", f"run.folder={folder}/run"], "fire", 1, 0, None),
         lambda folder: _probe(None, folder / "nowhere" / "cluster.toml", True),
     ],
 )
@@ -166,14 +166,14 @@ def test_all_workers_are_needed_unless_fewer_are_allowed(
     monkeypatch.setattr(
         launch, "launch", lambda config, here, bounds, *_: started.append((here, bounds)) or 0
     )
-    monkeypatch.setattr(command, "_check_data", lambda config: None)
+    monkeypatch.setattr(start, "_check_data", lambda config: None)
     overrides = [
         f"layout.data={data}",
         "layout.tensor=1",
         "train.global_batch=12",
         f"run.folder={tmp_path}/run",
     ]
-    assert _train(JOB, overrides, workers, (least, most)) == 0
+    assert start.start(JOB, overrides, workers, (least, most)) == 0
     assert started == [(here, bounds)]
 
 
@@ -182,7 +182,7 @@ def test_all_workers_are_needed_unless_fewer_are_allowed(
 def test_a_command_that_is_stopped_before_its_workers_start_says_by_whom(
     monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
-    monkeypatch.setattr(command, "_train", lambda *_: os.kill(os.getpid(), sent))
+    monkeypatch.setattr(command, "start", lambda *_: os.kill(os.getpid(), sent))
     with pytest.raises(typer.Exit) as left:
         command.train(JOB)
     assert left.value.exit_code == (130 if sent == signal.SIGINT else 75)
@@ -219,7 +219,7 @@ INSIDE_EXEC = """
 import os, signal
 from shardwise.cli import train
 from shardwise.cli.main import main
-train._train = lambda *_: exec("os.kill(os.getpid(), signal.SIGTERM); pass")
+train.start = lambda *_: exec("os.kill(os.getpid(), signal.SIGTERM); pass")
 main()
 """
 
@@ -247,7 +247,7 @@ def test_limits_that_are_too_low_for_a_run_are_named_before_anything_is_written(
 
 def test_a_command_that_was_not_stopped_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    monkeypatch.setattr(command, "_train", lambda *_: 0)
+    monkeypatch.setattr(command, "start", lambda *_: 0)
     with pytest.raises(typer.Exit):
         command.train(JOB)
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
@@ -280,12 +280,12 @@ def test_a_first_node_that_cannot_begin_leaves_the_reason_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        command, "_check_data", lambda config: pytest.fail("hours may pass before the name is looked up")
+        start, "_check_data", lambda config: pytest.fail("hours may pass before the name is looked up")
     )
     node = Node(2, 0, 1, "n1.invalid", 20001, "slurm-1-0", "a test")
     config = read(JOB, [f"run.folder={tmp_path / 'run'}", "layout.data=2"])
     with pytest.raises(UserError, match=r"the name n1\.invalid, .*, cannot be resolved"):
-        command._start(config, node, None, (None, None))
+        start._start(config, node, None, (None, None))
     sign = FirstNodeFile(tmp_path / "run", "slurm-1-0").status_of_this_run()
     assert sign is not None
     assert "the name n1.invalid" in sign.ended

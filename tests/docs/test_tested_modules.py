@@ -12,15 +12,15 @@ RUN_BY = {
     # Commands are run as a user types them.
     "__main__": "cli/test_train_command.py",
     "cli.arguments": "cli/test_words.py",
-    "cli.columns": "cli/test_verify_command.py",
+    "library.columns": "cli/test_verify_command.py",
     "cli.config": "cli/test_bad_jobs.py",
     "cli.data": "cli/test_words.py",
     "cli.generate": "train/test_inference.py",
     "cli.job_command": "cli/test_bad_jobs.py",
     "cli.plan": "cli/test_plan_command.py",
-    "cli.plan_drawings": "cli/test_plan_command.py",
+    "library.plan_drawings": "cli/test_plan_command.py",
     "cli.plan_goals": "cli/test_plan_command.py",
-    "cli.progress": "cli/test_words.py",
+    "library.progress": "cli/test_words.py",
     "cli.templates.own-module.model": "cli/test_new.py",
     "lazy": "cli/test_start.py",
     # Codecs and optimizers are found by name in their registries.

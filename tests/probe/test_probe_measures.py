@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from shardwise.cli.machine import this_machine
 from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import RunFailed, UserError
+from shardwise.library.machine import this_machine
 from shardwise.mesh import ALONE, Node, cache_folder
 from shardwise.probe import (
     device_speed,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from shardwise.cli.plain_data import plain_data
-from shardwise.cli.plan_show import advice_of
 from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
+from shardwise.library.plan_show import advice_of
 from shardwise.search.forecast import is_open, plan_job
 from shardwise.search.lossy import search_job
 from shardwise.search.search import SearchResult, search

@@ -155,7 +155,7 @@ def test_a_sabotage_that_passes_is_status_1(
     result = proving.ProofResult(proof, None, verdict, truth, [report], None, 0.0, "one-device", reached)
     assert result.verdict.passes
     assert result.to_json()["sabotage_found"] is False
-    monkeypatch.setattr(command, "_prove", lambda *arguments: result)
+    monkeypatch.setattr(command, "prove_job", lambda *arguments: result)
     with pytest.raises(typer.Exit) as left:
         command.verify(Path("job.toml"))
     assert left.value.exit_code == 1

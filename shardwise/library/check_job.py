@@ -42,7 +42,7 @@ def checks_of_proof() -> Sequence[Check]:
 
 
 def _torch(sections: Sections) -> Iterator[str]:
-    from shardwise.cli.doctor import torch_problem
+    from shardwise.library.torch_version import torch_problem
 
     if problem := torch_problem():
         yield problem

@@ -3,11 +3,10 @@ that a job names."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 if TYPE_CHECKING:
     from shardwise.config import Device
@@ -20,8 +19,8 @@ def this_machine(workers: int | None, device: Device = "auto") -> tuple[Cluster,
     `device` is the kind of device that they are to use (`run.device`). By default there is one worker per
     GPU, or without GPUs one per core, up to four.
     """
-    from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
+    from shardwise.library.torch_version import torch_problem
     from shardwise.plurals import counted
 
     if problem := torch_problem():
@@ -35,8 +34,8 @@ def this_machine(workers: int | None, device: Device = "auto") -> tuple[Cluster,
     count = workers or worker_count(None, asked=device)
     if valid_cache_file(count, device) is None:
         measuring = f"measuring this machine with {counted(count, 'worker')}, a few seconds, once"
-        typer.echo(f"no [cluster] given: {measuring}", err=True)
-    cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True), asked=device)
+        print(f"no [cluster] given: {measuring}", file=sys.stderr)
+    cluster = quick_cluster(count, warn=lambda text: print(f"warning: {text}", file=sys.stderr), asked=device)
     return cluster, valid_cache_file(count, device)
 
 
@@ -91,3 +90,12 @@ def _unlike(named: Cluster, uses_gpus: bool) -> str | None:
 
     name = device_name(torch.device("cuda", 0))
     return None if named.device.name.split("-")[0].lower() in name.lower() else f"has {name}"
+
+
+def note_links(folder: Path) -> None:
+    """Print a note if files of a Hugging Face folder are links to files elsewhere. Such files are read, and
+    stored in checkpoints."""
+    from shardwise.config.pretrained_folder import links_outside
+
+    if sentence := links_outside(folder):
+        print(f"note: {sentence}", file=sys.stderr)

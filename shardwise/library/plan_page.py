@@ -27,13 +27,13 @@ from math import ceil, isfinite
 from string import Template
 from typing import TYPE_CHECKING
 
-from shardwise.cli.draw_schedule import COLOURS as ACTION_COLOURS
-from shardwise.cli.draw_schedule import MEANING
 from shardwise.config import AXES, RANK_AXES
+from shardwise.library.draw_schedule import COLOURS as ACTION_COLOURS
+from shardwise.library.draw_schedule import MEANING
 
 if TYPE_CHECKING:
-    from shardwise.cli.plan_show import Answer
     from shardwise.files import Json
+    from shardwise.library.plan_show import Answer
 
 CANDIDATES = 20_000
 """Largest number of candidates on a page."""
@@ -90,7 +90,7 @@ class _Page(Template):
 def render_page(answer: Answer) -> str:
     """Return one self-contained HTML page for the object that `shardwise plan --json` prints."""
     best = answer["best"]
-    template = resources.files("shardwise.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
+    template = resources.files("shardwise.library").joinpath("plan_page.html").read_text(encoding="utf-8")
     return _Page(template).substitute(
         title=escape(f"{answer['job']} on {answer['cluster']['name']}"),
         job=escape(str(answer["job"])),
