@@ -58,6 +58,15 @@ class Float8Shares:
     """Number of float8 products in the whole model."""
 
 
+class CastWeights(NamedTuple):
+    """Weights that are gathered in 8 bits, in the same blocks."""
+
+    names: tuple[str, ...]
+    """Names of the weights' modules in a block, or of the weights of experts; also "head"."""
+    blocks: tuple[int, ...] | None
+    """Numbers of the blocks; None: all of them."""
+
+
 class Product(NamedTuple):
     """A matrix product of the transformer."""
 
@@ -166,21 +175,24 @@ def casts_once(accumulation: Numbers, engine: Engine) -> Numbers:
     return (accumulation > 1) & (engine.sharded == 0)
 
 
-def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
-    """Return the names (in a block) of the weights that are gathered in 8 bits.
+def gathered_in_float8(model: Model, train: Train) -> tuple[CastWeights, ...]:
+    """Return the weights that are gathered in 8 bits: those whose products are in float8.
 
-    Their products are in float8 in every block. A tied head is excluded, because the embedding lookup must
-    not be rounded.
+    A tied head is excluded, because the embedding lookup must not be rounded.
     """
     if train.precision != "float8":
         return ()
-    chosen = set(in_float8(model, train))
-    left_out = {_in_block(product.name) for product in products(model) if product.name not in chosen}
-    return tuple(sorted({*map(_in_block, chosen)} - left_out - ({"head"} if model.tied else set())))
-
-
-def _in_block(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+    blocks_of: dict[str, list[int]] = {}
+    for name in in_float8(model, train):
+        if name.startswith("blocks."):
+            _, block, in_block = name.split(".", 2)
+            blocks_of.setdefault(in_block, []).append(int(block))
+    names_of: dict[tuple[int, ...] | None, list[str]] = {}
+    for in_block, blocks in blocks_of.items():
+        names_of.setdefault(tuple(blocks) if len(blocks) < model.layers else None, []).append(in_block)
+    if "head" in in_float8(model, train) and not model.tied:
+        names_of.setdefault(None, []).append("head")
+    return tuple(CastWeights(tuple(names), blocks) for blocks, names in names_of.items())
 
 
 def _chosen(model: Model, train: Train) -> list[Product]:

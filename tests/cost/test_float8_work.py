@@ -221,6 +221,29 @@ def test_the_head_holds_the_larger_of_two_moments(batch: int, chunks: int) -> No
         max(3 * length * vocabulary, 2 * length * vocabulary + 4 * weight) + 4 * weight
     )
 
+@pytest.mark.parametrize(
+    ("row", "stages", "on_rank_0"),
+    [
+        ({}, None, (0, 1, 2, 3)),
+        ({"pipeline": 2}, (2, 2), (0, 1)),
+        ({"pipeline": 2, "stages_per_rank": 2, "schedule": SCHEDULES.index("interleaved")}, (1, 1, 1, 1), (0, 2)),
+        ({"pipeline": 2, "stages_per_rank": 2, "schedule": SCHEDULES.index("zbv")}, (1, 1, 1, 1), (0, 3)),
+    ],
+    ids=["alone", "1f1b", "interleaved", "in a V"],
+)
+def test_each_block_gathers_its_own_weights_in_8_bits_whatever_other_blocks_leave_out(
+    row: dict[str, int], stages: tuple[int, ...] | None, on_rank_0: tuple[int, ...]
+) -> None:
+    """Block 0 leaves out all products, block 2 one of them: the other weights are gathered in 8 bits."""
+    weights = sum(rows * columns for rows, columns in WEIGHTS.values())
+    narrow = {0: 0, 1: weights, 2: weights - KEYS * HIDDEN, 3: weights}
+    ends = HIDDEN + 2 * VOCABULARY * HIDDEN if 3 in on_rank_0 else VOCABULARY * HIDDEN  # embedding, norm, head
+    numbers = len(on_rank_0) * (weights + 2 * HIDDEN) + ends
+    in_8_bits = sum(narrow[block] for block in on_rank_0) + (VOCABULARY * HIDDEN if 3 in on_rank_0 else 0)
+    work = replace(job(float8_leave_out=["blocks.0.*", "blocks.2.attention.value"]), stages=stages)
+    sent = flows(work, one(data=2, zero=1, accumulation=2, **row), SHARDWISE, "cuda")
+    assert sum(float(flow.bytes[0]) for flow in sent if flow.kind == "all_gather") == 2 * numbers - in_8_bits
+
 
 def test_devices_that_share_a_vocabulary_meet_once_for_each_of_the_larger_chunks() -> None:
     work = replace(job({"vocabulary": 131_072}), sequence_length=8192)
