@@ -23,12 +23,13 @@ import numpy as np
 
 from shardwise.config.dtype_names import BYTES
 from shardwise.cost.cluster import Cluster, Device
-from shardwise.cost.float8_work import Streamed, block_traffic, head_traffic
+from shardwise.cost.float8_work import Streamed, block_traffic, head_chunk, head_traffic
 from shardwise.cost.matmuls import BlockProduct, products_of, share_in_float8, tokens_here
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Space, Workload
 from shardwise.plan import dtypes
 from shardwise.plan.cut_stages import BYTES_OF_A_LOOKUP
+from shardwise.plan.float8_choice import fits
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward over those of its forward."""
@@ -147,11 +148,26 @@ def _seconds(matrix: BlockProduct, work: Workload, device: Device, sharing: Arra
         return product(*sizes, device, work.precision, sharing)
     share, result = share_in_float8(work, matrix.kind), np.zeros_like(matrix.m)
     if share > 0:
-        reached = GROUPED_FLOAT8 if matrix.kind == "experts" else 1.0
-        result = result + share * product(*sizes, device, "float8", sharing) / reached
+        result = result + share * _in_float8(matrix, device, sharing)
     if share < 1:
         result = result + (1 - share) * product(*sizes, device, "bfloat16", sharing)
     return result
+
+
+def _in_float8(matrix: BlockProduct, device: Device, sharing: Array | float) -> Array:
+    """Return the seconds of a product of 8-bit numbers. Experts have kernels for any number of tokens; other
+    products of sizes that do not fit are in float32."""
+    sizes = matrix.m, matrix.n, matrix.k
+    narrow = product(*sizes, device, "float8", sharing)
+    if matrix.kind == "experts":
+        return narrow / GROUPED_FLOAT8
+    return np.where(fits(sizes), narrow, product(*sizes, device, _wide(device), sharing))
+
+
+def _wide(device: Device) -> str:
+    """Return the precision in which a device multiplies 8-bit numbers that do not fit: float32, if its speed is
+    known."""
+    return "float32" if "float32" in device.peak else "bfloat16"
 
 
 def _streamed(work: Workload, space: Space, stack: Software) -> Streamed:
@@ -220,6 +236,11 @@ def head(work: Workload, space: Space, cluster: Cluster, stack: Software) -> tup
         moved = head_traffic(work, space, cluster.device_type, tokens, stack.loss_traffic)
     hidden = np.full_like(tokens, model.hidden)
     products = 3 * product(tokens, rows, hidden, cluster.device, precision, sharing)
+    if precision == "float8":  # the last chunk may have a number of tokens that does not fit
+        chunk = head_chunk(work, space, cluster.device_type, tokens)
+        rest = np.where(fits((tokens,)), 0.0, tokens - chunk * (np.ceil(tokens / chunk) - 1)) / tokens
+        in_float32 = 3 * product(tokens, rows, hidden, cluster.device, _wide(cluster.device), sharing)
+        products = products + rest * (in_float32 - products)
     return products, moved / _stream(cluster.device, sharing)
 
 
