@@ -97,6 +97,19 @@ def test_sharded_states_are_updated_in_parts() -> None:
     least = (4 + 4 + 8) + (4 + 8)  # weight, gradient and two moments read, all but the gradient written
     assert least <= whole * 1e12 / count(DENSE) <= 1.5 * least
 
+@pytest.mark.parametrize("setting", ["auto", True, False])
+def test_the_update_of_bfloat16_states_has_a_kernel_on_every_gpu_and_on_no_cpu(setting: str | bool) -> None:
+    """Ten numbers of two bytes: weight, gradient and two moments read, all but the gradient written, and three
+    for the norm. Without a kernel torch's operators move 500 bytes."""
+    device = replace(DEVICE, bandwidth=1e12, stream=1.0)
+    for cluster, moved in (
+        (replace(IDEAL, device=device), 20),
+        (replace(IDEAL, device=device, shared=True, devices_per_node=1), 500),
+    ):
+        work = Workload(DENSE, LENGTH, BATCH, state_dtype="bfloat16", compile=setting)
+        took = predict(work, space_of([{"micro_batch": BATCH}]), cluster).seconds["optimizer"][0]
+        assert float(took) * 1e12 / count(DENSE) == pytest.approx(moved, rel=1e-3)
+
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULE_FACTS[name].splits_backward])
 @pytest.mark.parametrize("zero", [2, 3])
