@@ -10,7 +10,7 @@ of the sequence, and matrices that the tensor axis has split.
   computing dtype: 9 h for norms and residuals (13 h with norms after attention and feed-forward too),
   2 (a + k) d for rotary embeddings, 3 f for a gated activation (2 f without a gate). Here h is the hidden
   width, a and k are the numbers of query and key heads, d is their width, and f is the width of the
-  feed-forward layer. Blocks on a CPU are not compiled.
+  feed-forward layer. Blocks that are not compiled move more (NOT_FUSED).
 
 `cost/float8_work.py` has what shardwise's products in float8 add.
 """
@@ -26,7 +26,7 @@ from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.float8_work import Streamed, block_traffic, head_chunk, head_traffic
 from shardwise.cost.matmuls import BlockProduct, products_of, share_in_float8, tokens_here
 from shardwise.cost.software import Software
-from shardwise.cost.space import Array, Space, Workload
+from shardwise.cost.space import Array, Space, Workload, is_compiled
 from shardwise.plan import dtypes
 from shardwise.plan.cut_stages import BYTES_OF_A_LOOKUP
 from shardwise.plan.float8_choice import fits
@@ -42,9 +42,9 @@ HOST_HEAD_DIM_KNEE = 10.0
 """The same for torch's attention on a CPU (profiles of bytes-10m, heads of 48)."""
 HOST_ATTENTION_BACKWARD = 1.9
 """Seconds of backward over those of forward for torch's attention on a CPU (the same profiles)."""
-HOST_ELEMENTWISE = 2.5
-"""Traffic of elementwise kernels that are not fused, over that of a compiled block: 20 h for norms and
-residuals, 9 (a + k) d for rotary embeddings, 5 f for a gated activation."""
+NOT_FUSED = 2.5
+"""Traffic of elementwise kernels of a block that is not compiled, over that of a compiled block: 20 h for
+norms and residuals, 9 (a + k) d for rotary embeddings, 5 f for a gated activation."""
 SCORE_BYTES = 26.0
 """Bytes moved for one attention score, forward and backward, if the matrix of scores is in memory (softmax,
 mask, dropout)."""
@@ -127,12 +127,11 @@ def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Bl
     forward, backward, scores = _attention(work, space, device, stack, sharing)
     streamed = _streamed(work, space, stack)
     if work.float8 is not None:
-        moved, moved_back = block_traffic(
-            work, space, cluster.device_type, products, streamed, size, HOST_ELEMENTWISE
-        )
+        moved, moved_back = block_traffic(work, space, cluster.device_type, products, streamed, size, NOT_FUSED)
     else:
-        fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
-        moved = tokens_here(work, space) * (streamed.total + _quantised(work, space)) * size * fused
+        compiled = is_compiled(work, space, cluster.device_type)
+        traffic = np.where(compiled, stack.elementwise, NOT_FUSED)
+        moved = tokens_here(work, space) * (streamed.total + _quantised(work, space)) * size * traffic
         moved_back = 2 * moved
     elementwise, elementwise_back = (moved + scores / 3) / speed, (moved_back + 2 * scores / 3) / speed
     last = next(seconds for matrix, seconds in zip(products, times, strict=True) if matrix.is_last)
