@@ -124,7 +124,7 @@ def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Bl
     speed = _stream(device, sharing)
     products, size = products_of(work, space), value_bytes(work)
     times = [matrix.count * _seconds(matrix, work, device, sharing) for matrix in products]  # of forward
-    forward, backward, scores = _attention(work, space, device, stack, sharing)
+    forward, backward, scores = _attention(work, space, cluster, stack, sharing)
     streamed = _streamed(work, space, stack)
     if work.float8 is not None:
         moved, moved_back = block_traffic(work, space, cluster.device_type, products, streamed, size, NOT_FUSED)
@@ -196,11 +196,12 @@ def _quantised(work: Workload, space: Space) -> Array | float:
 
 
 def _attention(
-    work: Workload, space: Space, device: Device, stack: Software, sharing: Array | float
+    work: Workload, space: Space, cluster: Cluster, stack: Software, sharing: Array | float
 ) -> tuple[Array, Array, Array]:
     """Return the seconds of attention in forward and in backward, and the bytes of scores moved (0 for flash
     attention)."""
     model, length = work.model, work.sequence_length
+    device, on_gpu = cluster.device, cluster.device_type == "cuda"
     pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
     precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
     if not stack.flash or model.attention_softcap is not None:
@@ -212,7 +213,7 @@ def _attention(
     # Each pair of tokens costs 4 FLOPs per value of a head. Of a causal mask only half are computed; kernels
     # that take the mask of a window compute all.
     flops = 4 * pairs * (1 + windowed / model.layers) / 2 * model.head_dim
-    knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
+    knee = HEAD_DIM_KNEE[stack.native_attention] if on_gpu else HOST_HEAD_DIM_KNEE
     # Shares of the peak are measured with heads of 128.
     narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))
     share = device.attention if stack.native_attention else device.attention_portable
@@ -220,7 +221,7 @@ def _attention(
     # A ring attends to the keys of one device at a time: two pieces, from both ends of the sequence.
     chunk = length / np.where((space.ring == 1) & (space.context > 1), 2 * space.context, 1)
     once = flops / speed * (1 + device.attention_knee / chunk)
-    backward = ATTENTION_BACKWARD / BACKWARD_SHARE if device.overlap else HOST_ATTENTION_BACKWARD
+    backward = ATTENTION_BACKWARD / BACKWARD_SHARE if on_gpu else HOST_ATTENTION_BACKWARD
     return once, once * backward, np.zeros_like(pairs)
 
 

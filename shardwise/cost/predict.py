@@ -248,7 +248,7 @@ def _launch(
     On a GPU these are the rests between kernels, or the time by which the host needs longer than the device
     (`layer`). On a CPU, where the same core does both, they are all of the host's work.
     """
-    if not cluster.device.overlap:
+    if cluster.device_type == "cpu":
         return host
     return np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer)
 
@@ -331,7 +331,7 @@ def _data_each(
     The data axis does not hide behind attention in a ring, which has its own messages. On a CPU worker it
     does not hide behind collectives of the tensor axis and of experts, which use the same network.
     """
-    attends, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
+    attends, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device_type == "cuda" else 0.0
     forward = block.matmul + block.elementwise + attends * block.attention
     forward = forward + others * (tensor.forward + expert.forward)
     backward = 2 * block.matmul + block.elementwise_backward + attends * block.attention_backward + repeated
