@@ -54,8 +54,9 @@ TFLOP/s on an H200, six layers of qwen3-30b-a3b)."""
 KEPT_WIDE = 0.15
 """Share of the blocks' products that 4-bit training recipes keep in 16 bits (NVIDIA, 2025)."""
 QUANTISING = 2.0
-"""Values that other programs move for each value that they cast to 8 bits: read for its scale and its cast,
-written as it is and transposed. The traffic of shardwise is counted in cost/float8_work.py."""
+"""Values of 16 bits that other programs move for each value that they cast to 8 bits: it is read once, and
+written in 8 bits as it is and transposed. Their kernels find the scale on the way (Transformer Engine: of the
+next step, or of a small block). The traffic of shardwise is counted in cost/float8_work.py."""
 
 
 @dataclass(frozen=True)
