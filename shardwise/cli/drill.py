@@ -13,6 +13,7 @@ from shardwise.cli.columns import aligned
 from shardwise.cli.machine import sharing, with_device
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.plurals import counted
+from shardwise.resilience.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -44,7 +45,7 @@ def drill(
             result = _drill(job, with_device(overrides, device), faults, count, seed, workers)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing is left running", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     if json:
         from json import dumps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -13,7 +12,7 @@ import typer
 
 from shardwise.cli.arguments import JobFile, Overrides
 from shardwise.cli.signals import stopped_as_interrupted
-from shardwise.resilience.stopping import Stopped
+from shardwise.resilience.stopping import AT_ONCE, Stopped, status_after
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -69,8 +68,8 @@ def train(
         typer.echo(stopped, err=True)
         raise typer.Exit(stopped.status) from None
     except KeyboardInterrupt:
-        typer.echo("stopped at once; what was saved is kept", err=True)
-        raise typer.Exit(75 if received and signal.SIGINT not in received else 130) from None
+        typer.echo(AT_ONCE, err=True)
+        raise typer.Exit(status_after(received)) from None
 
 
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:

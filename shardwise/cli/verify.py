@@ -13,6 +13,7 @@ from shardwise.cli.columns import aligned
 from shardwise.cli.machine import with_device
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.plurals import counted, listed
+from shardwise.resilience.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -54,7 +55,7 @@ def verify(
             result = _prove(job, with_device(overrides, device), steps, dtype, sabotage, against)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     _note_one_device(result)
     if json:
         from json import dumps
