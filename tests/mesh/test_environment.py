@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardwise.errors import UserError
 from shardwise.mesh import ALONE, LaunchMode, Node, Worker, launch_mode, worker_environment
 from shardwise.mesh.environment import first_host, threads_of_worker
+from shardwise.verify.train_commands import LAUNCHERS
 
 TORCHRUN = {
     "RANK": "5",
@@ -94,6 +95,11 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], LaunchMode]] = {
 def test_how_a_process_was_started_is_read_from_its_environment(name: str) -> None:
     environment, expected = ENVIRONMENTS[name]
     assert launch_mode(environment) == expected
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_drill_removes_all_by_which_a_command_knows_its_launcher(name: str) -> None:
+    environment, _ = ENVIRONMENTS[name]
+    assert launch_mode({key: value for key, value in environment.items() if key not in LAUNCHERS}) == ALONE
 
 
 @pytest.mark.parametrize(
