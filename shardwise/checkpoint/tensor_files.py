@@ -19,7 +19,7 @@ import math
 import secrets
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -139,18 +139,22 @@ def _refuse_damaged(where: Storage, manifest: Manifest, files: Iterable[str]) ->
         raise UserError(f"{problem}. {advice_if_damaged(where)}")
 
 
-def faults(folder: str | Path) -> Iterator[str]:
+Progress = Callable[[int, int, int, int], None]
+"""Takes the number of files read and of all, and the number of bytes read and of all."""
+
+
+def faults(folder: str | Path, on_progress: Progress = lambda *_: None) -> Iterator[str]:
     """Read every byte of a checkpoint, and yield a sentence for each damaged file."""
     try:
         contents = Contents.open(folder)
     except UserError as error:
         yield str(error)
         return
-    for name in contents.manifest.files:
-        try:
-            yield from damaged_files(storage(contents.address), contents.manifest, [name])
-        except Unreadable as error:
-            yield str(error)
+    manifest, done = contents.manifest, 0
+    for count, (name, file) in enumerate(manifest.files.items()):
+        on_progress(count, len(manifest.files), done, manifest.total_bytes)
+        yield from damaged_files(storage(contents.address), manifest, [name])
+        done += file["bytes"]
 
 
 def damaged_files(where: Storage, manifest: Manifest, files: Iterable[str]) -> Iterator[str]:

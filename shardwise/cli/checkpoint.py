@@ -242,20 +242,10 @@ def _run_checkpoints(config: Path) -> str | None:
 
 def _faults(address: str) -> Iterator[str]:
     """Yield a sentence for each file that differs from what was saved."""
-    from shardwise.checkpoint.storage import storage
-    from shardwise.checkpoint.tensor_files import Contents, damaged_files
+    from shardwise.checkpoint.tensor_files import faults
 
-    try:
-        manifest = Contents.open(address).manifest
-    except UserError as error:
-        yield str(error)
-        return
-    done = 0
     with _bar("checking", "files") as progress:
-        for count, (name, file) in enumerate(manifest.files.items()):
-            progress(count, len(manifest.files), done, manifest.total_bytes)
-            yield from damaged_files(storage(address), manifest, [name])
-            done += file["bytes"]
+        yield from faults(address, progress)
 
 
 def newest(folder: str) -> str:

@@ -10,6 +10,7 @@ from shardwise.cli.arguments import AsJson, JobFile, OnDevice, Overrides
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.library.drill_job import drill_job, drill_lines
 from shardwise.library.machine import with_device
+from shardwise.resilience.stopping import INTERRUPTED
 
 
 def drill(
@@ -36,7 +37,7 @@ def drill(
             result = drill_job(job, with_device(overrides, device), faults, count, seed, workers)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing is left running", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     if json:
         from json import dumps
 

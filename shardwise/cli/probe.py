@@ -15,6 +15,7 @@ import typer
 
 from shardwise.cli.arguments import AsJson
 from shardwise.cli.signals import stopped_as_interrupted
+from shardwise.resilience.stopping import INTERRUPTED
 from shardwise.units import GIB
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def probe(
             cluster = _probe(workers, output, quick)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was written", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     if cluster is None:  # another node or another worker prints the result
         return
     seconds = time.monotonic() - start

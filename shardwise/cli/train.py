@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from shardwise.cli.arguments import JobFile, Overrides
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.library.start import start
-from shardwise.resilience.stopping import Stopped
+from shardwise.resilience.stopping import AT_ONCE, Stopped, status_after
 
 MOST_WORKERS = 4096
 """Largest number of workers on one machine. A larger number is probably a typing mistake."""
@@ -54,5 +53,5 @@ def train(
         typer.echo(stopped, err=True)
         raise typer.Exit(stopped.status) from None
     except KeyboardInterrupt:
-        typer.echo("stopped at once; what was saved is kept", err=True)
-        raise typer.Exit(75 if received and signal.SIGINT not in received else 130) from None
+        typer.echo(AT_ONCE, err=True)
+        raise typer.Exit(status_after(received)) from None

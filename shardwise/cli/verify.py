@@ -10,6 +10,7 @@ from shardwise.cli.arguments import AsJson, JobFile, OnDevice, Overrides
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.library.machine import with_device
 from shardwise.library.prove_job import proof_lines, prove_job
+from shardwise.resilience.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -46,7 +47,7 @@ def verify(
             result = prove_job(job, with_device(overrides, device), steps, dtype, sabotage, against)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     _note_one_device(result)
     if json:
         from json import dumps

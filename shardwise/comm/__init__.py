@@ -1,6 +1,6 @@
 """Collectives that count their bytes, and messages between ranks beside training."""
 
-from shardwise.comm.comm import EXPOSED, Comm, PeerExchange
+from shardwise.comm.comm import Comm, PeerExchange
 from shardwise.comm.deferred_sums import DeferredSums, DeferredUnitSum
 from shardwise.comm.gradient_compression import CompressionSettings, Compressor, Momentum
 from shardwise.comm.hooks import CompressedReplicaSum, CountedAllGather, CountedReduceScatter, GradientSum
@@ -8,7 +8,6 @@ from shardwise.comm.peers import Peers
 from shardwise.comm.weight_gathers import EncodedGather, Float8Gather, GatherSettings, SecondaryShard
 
 __all__ = [
-    "EXPOSED",
     "Comm",
     "CompressedReplicaSum",
     "CompressionSettings",

@@ -26,9 +26,7 @@ from torch import Tensor
 from shardwise._torch import all_gather_single
 from shardwise.comm.gloo import reduce_scatter
 from shardwise.mesh import Mesh
-from shardwise.observe import Collective, Ledger, StepClock
-
-EXPOSED = "exposed_communication"
+from shardwise.observe import EXPOSED, Collective, Ledger, StepClock
 
 
 @dataclass

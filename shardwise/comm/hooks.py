@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single, inside_backward
-from shardwise.comm.comm import EXPOSED, Comm
+from shardwise.comm.comm import Comm
 from shardwise.comm.deferred_sums import NEUTRAL, DeferredUnitSum
 from shardwise.comm.gloo import NO_TIMEOUT, AsyncGather, RowExchange, all_gather, reduce_scatter
 from shardwise.comm.gradient_compression import Compressor
 from shardwise.comm.ordered_sums import OrderedSums
 from shardwise.comm.weight_gathers import EncodedGather, Float8Gather, SecondaryShard
-from shardwise.observe import Collective
+from shardwise.observe import EXPOSED, Collective
 
 
 class _Bucket(Protocol):

@@ -160,8 +160,9 @@ PIPELINE = (
 
 
 def _by_operator(train: Train, layout: AnyLayout) -> Numbers:
-    """Whether recomputation selects operators. A `Space` holds the index of its mode."""
-    if isinstance(layout, Layout):
+    """Whether recomputation selects operators. A `Space` holds the index of its mode, or if the job gives a
+    share of the activations, that of the nearest mode; a share selects no operators."""
+    if isinstance(layout, Layout) or not isinstance(train.recompute, str):
         return train.recompute in BY_OPERATOR
     return layout.recompute.choose([mode in BY_OPERATOR for mode in get_args(Recompute)])
 

@@ -144,10 +144,10 @@ def rates(kind: str, group: Group, cluster: Cluster, copies: int = 1) -> tuple[A
 
 def copies(kind: str, group: Group, cluster: Cluster) -> Array:
     """Return the seconds in which a CPU worker copies each byte of the full tensor; 0 on a GPU."""
-    if cluster.device.overlap:
+    if cluster.device_type == "cuda":
         return np.zeros_like(group.size)
-    sharing = cluster.devices_per_node if cluster.shared else 1
-    per_byte = COPIED.get(kind, 0.0) * sharing / (cluster.device.bandwidth * cluster.device.stream)
+    per_worker = cluster.device.bandwidth * cluster.device.stream / cluster.devices_per_node
+    per_byte = COPIED.get(kind, 0.0) / per_worker
     return np.where(group.size > 1, per_byte, 0.0)
 
 

@@ -10,7 +10,7 @@ of the sequence, and matrices that the tensor axis has split.
   computing dtype: 9 h for norms and residuals (13 h with norms after attention and feed-forward too),
   2 (a + k) d for rotary embeddings, 3 f for a gated activation (2 f without a gate). Here h is the hidden
   width, a and k are the numbers of query and key heads, d is their width, and f is the width of the
-  feed-forward layer. Blocks on a CPU are not compiled.
+  feed-forward layer. Blocks that are not compiled move more (NOT_FUSED).
 
 `cost/float8_work.py` has what shardwise's products in float8 add.
 """
@@ -23,12 +23,13 @@ import numpy as np
 
 from shardwise.config.dtype_names import BYTES
 from shardwise.cost.cluster import Cluster, Device
-from shardwise.cost.float8_work import Streamed, block_traffic, head_traffic
+from shardwise.cost.float8_work import Streamed, block_traffic, head_chunk, head_traffic
 from shardwise.cost.matmuls import BlockProduct, products_of, share_in_float8, tokens_here
 from shardwise.cost.software import Software
-from shardwise.cost.space import Array, Space, Workload
+from shardwise.cost.space import Array, Space, Workload, is_compiled
 from shardwise.plan import dtypes
 from shardwise.plan.cut_stages import BYTES_OF_A_LOOKUP
+from shardwise.plan.float8_choice import fits
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward over those of its forward."""
@@ -41,9 +42,9 @@ HOST_HEAD_DIM_KNEE = 10.0
 """The same for torch's attention on a CPU (profiles of bytes-10m, heads of 48)."""
 HOST_ATTENTION_BACKWARD = 1.9
 """Seconds of backward over those of forward for torch's attention on a CPU (the same profiles)."""
-HOST_ELEMENTWISE = 2.5
-"""Traffic of elementwise kernels that are not fused, over that of a compiled block: 20 h for norms and
-residuals, 9 (a + k) d for rotary embeddings, 5 f for a gated activation."""
+NOT_FUSED = 2.5
+"""Traffic of elementwise kernels of a block that is not compiled, over that of a compiled block: 20 h for
+norms and residuals, 9 (a + k) d for rotary embeddings, 5 f for a gated activation."""
 SCORE_BYTES = 26.0
 """Bytes moved for one attention score, forward and backward, if the matrix of scores is in memory (softmax,
 mask, dropout)."""
@@ -53,8 +54,9 @@ TFLOP/s on an H200, six layers of qwen3-30b-a3b)."""
 KEPT_WIDE = 0.15
 """Share of the blocks' products that 4-bit training recipes keep in 16 bits (NVIDIA, 2025)."""
 QUANTISING = 2.0
-"""Values that other programs move for each value that they cast to 8 bits: read for its scale and its cast,
-written as it is and transposed. The traffic of shardwise is counted in cost/float8_work.py."""
+"""Values of 16 bits that other programs move for each value that they cast to 8 bits: it is read once, and
+written in 8 bits as it is and transposed. Their kernels find the scale on the way (Transformer Engine: of the
+next step, or of a small block). The traffic of shardwise is counted in cost/float8_work.py."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +125,16 @@ def block(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Bl
     speed = _stream(device, sharing)
     products, size = products_of(work, space), value_bytes(work)
     times = [matrix.count * _seconds(matrix, work, device, sharing) for matrix in products]  # of forward
-    forward, backward, scores = _attention(work, space, device, stack, sharing)
+    forward, backward, scores = _attention(work, space, cluster, stack, sharing)
     streamed = _streamed(work, space, stack)
     if work.float8 is not None:
         moved, moved_back = block_traffic(
-            work, space, cluster.device_type, products, streamed, size, HOST_ELEMENTWISE
+            work, space, cluster.device_type, products, streamed, size, NOT_FUSED
         )
     else:
-        fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
-        moved = tokens_here(work, space) * (streamed.total + _quantised(work, space)) * size * fused
+        compiled = is_compiled(work, space, cluster.device_type)
+        traffic = np.where(compiled, stack.elementwise, NOT_FUSED)
+        moved = tokens_here(work, space) * (streamed.total + _quantised(work, space)) * size * traffic
         moved_back = 2 * moved
     elementwise, elementwise_back = (moved + scores / 3) / speed, (moved_back + 2 * scores / 3) / speed
     last = next(seconds for matrix, seconds in zip(products, times, strict=True) if matrix.is_last)
@@ -147,11 +150,26 @@ def _seconds(matrix: BlockProduct, work: Workload, device: Device, sharing: Arra
         return product(*sizes, device, work.precision, sharing)
     share, result = share_in_float8(work, matrix.kind), np.zeros_like(matrix.m)
     if share > 0:
-        reached = GROUPED_FLOAT8 if matrix.kind == "experts" else 1.0
-        result = result + share * product(*sizes, device, "float8", sharing) / reached
+        result = result + share * _in_float8(matrix, device, sharing)
     if share < 1:
         result = result + (1 - share) * product(*sizes, device, "bfloat16", sharing)
     return result
+
+
+def _in_float8(matrix: BlockProduct, device: Device, sharing: Array | float) -> Array:
+    """Return the seconds of a product of 8-bit numbers. Experts have kernels for any number of tokens; other
+    products of sizes that do not fit are in float32."""
+    sizes = matrix.m, matrix.n, matrix.k
+    narrow = product(*sizes, device, "float8", sharing)
+    if matrix.kind == "experts":
+        return narrow / GROUPED_FLOAT8
+    return np.where(fits(sizes), narrow, product(*sizes, device, _wide(device), sharing))
+
+
+def _wide(device: Device) -> str:
+    """Return the precision in which a device multiplies 8-bit numbers that do not fit: float32, if its speed is
+    known."""
+    return "float32" if "float32" in device.peak else "bfloat16"
 
 
 def _streamed(work: Workload, space: Space, stack: Software) -> Streamed:
@@ -181,11 +199,12 @@ def _quantised(work: Workload, space: Space) -> Array | float:
 
 
 def _attention(
-    work: Workload, space: Space, device: Device, stack: Software, sharing: Array | float
+    work: Workload, space: Space, cluster: Cluster, stack: Software, sharing: Array | float
 ) -> tuple[Array, Array, Array]:
     """Return the seconds of attention in forward and in backward, and the bytes of scores moved (0 for flash
     attention)."""
     model, length = work.model, work.sequence_length
+    device, on_gpu = cluster.device, cluster.device_type == "cuda"
     pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
     precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
     if not stack.flash or model.attention_softcap is not None:
@@ -197,7 +216,7 @@ def _attention(
     # Each pair of tokens costs 4 FLOPs per value of a head. Of a causal mask only half are computed; kernels
     # that take the mask of a window compute all.
     flops = 4 * pairs * (1 + windowed / model.layers) / 2 * model.head_dim
-    knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
+    knee = HEAD_DIM_KNEE[stack.native_attention] if on_gpu else HOST_HEAD_DIM_KNEE
     # Shares of the peak are measured with heads of 128.
     narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))
     share = device.attention if stack.native_attention else device.attention_portable
@@ -205,7 +224,7 @@ def _attention(
     # A ring attends to the keys of one device at a time: two pieces, from both ends of the sequence.
     chunk = length / np.where((space.ring == 1) & (space.context > 1), 2 * space.context, 1)
     once = flops / speed * (1 + device.attention_knee / chunk)
-    backward = ATTENTION_BACKWARD / BACKWARD_SHARE if device.overlap else HOST_ATTENTION_BACKWARD
+    backward = ATTENTION_BACKWARD / BACKWARD_SHARE if on_gpu else HOST_ATTENTION_BACKWARD
     return once, once * backward, np.zeros_like(pairs)
 
 
@@ -220,6 +239,11 @@ def head(work: Workload, space: Space, cluster: Cluster, stack: Software) -> tup
         moved = head_traffic(work, space, cluster.device_type, tokens, stack.loss_traffic)
     hidden = np.full_like(tokens, model.hidden)
     products = 3 * product(tokens, rows, hidden, cluster.device, precision, sharing)
+    if precision == "float8":  # the last chunk may have a number of tokens that does not fit
+        chunk = head_chunk(work, space, cluster.device_type, tokens)
+        rest = np.where(fits((tokens,)), 0.0, tokens - chunk * (np.ceil(tokens / chunk) - 1)) / tokens
+        in_float32 = 3 * product(tokens, rows, hidden, cluster.device, _wide(cluster.device), sharing)
+        products = products + rest * (in_float32 - products)
     return products, moved / _stream(cluster.device, sharing)
 
 

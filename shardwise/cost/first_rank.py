@@ -5,6 +5,7 @@ Rank 0 is the first device of the first pipeline rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -31,7 +32,7 @@ from shardwise.cost.space import (
     is_compiled,
     take,
 )
-from shardwise.cost.stage_blocks import Cut, cut
+from shardwise.cost.stage_blocks import Cut, cut, first_rank_has
 from shardwise.plan.dtypes import computes_wide, wide
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
@@ -161,9 +162,27 @@ class FirstRank:
         return self._measured("columns")
 
     @cached_property
-    def cast(self) -> Sizes:
-        """Elements of each unit that are gathered in 8 bits."""
-        return self._measured(self.work.cast)
+    def cast_in_blocks(self) -> Array:
+        """Elements of the units of all its blocks that are gathered in 8 bits."""
+        return self.cast_in(self.blocks_among)
+
+    @cached_property
+    def cast_in_head(self) -> Ints:
+        """Elements of a head that are gathered in 8 bits."""
+        names = tuple(name for cast in self.work.cast for name in cast.names)
+        return self._measured(names).head
+
+    def cast_in(self, count: Callable[[tuple[int, ...] | None], Array | Ints]) -> Array:
+        """Return the elements that are gathered in 8 bits in the units of some blocks. `count` returns how
+        many of those blocks are among the given ones."""
+        elements = (self._measured(cast.names).block * count(cast.blocks) for cast in self.work.cast)
+        return sum(elements, np.zeros(len(self.space)))
+
+    def blocks_among(self, blocks: tuple[int, ...] | None) -> Array | Ints:
+        """Return how many of these blocks (None: of all) are on rank 0."""
+        if blocks is None:
+            return self.cut.first
+        return first_rank_has(self.work, self.space, self.stack, self.cut, blocks)
 
     def _measured(self, measure: Measure) -> Sizes:
         return sizes(self.work.model, self.space.tensor, self.shards, measure)

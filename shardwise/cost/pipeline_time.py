@@ -146,7 +146,7 @@ def step_of(
     waits = 2 * (1 - stack.overlap_sends * cluster.device.overlap) * m * space.stages_per_rank * links.message
     backwards = BACKWARD * np.where(piped, np.minimum(m, 2), 1)
     sent = sum(links.inside_blocks(axis) for axis in ("tensor", "context", "expert", "data"))
-    taken = backwards * (ends if cluster.device.overlap else ends + sent / m)
+    taken = backwards * (ends if cluster.device_type == "cuda" else ends + sent / m)
     return StepTerms(
         terms,
         average=m * average,

@@ -59,7 +59,6 @@ from shardwise.cost.software import SHARDWISE, Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, concatenate, makes_blocks_again
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.engine import engine_of
 
 STRAGGLING = 0.01
@@ -249,7 +248,7 @@ def _launch(
     On a GPU these are the rests between kernels, or the time by which the host needs longer than the device
     (`layer`). On a CPU, where the same core does both, they are all of the host's work.
     """
-    if not cluster.device.overlap:
+    if cluster.device_type == "cpu":
         return host
     return np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer)
 
@@ -332,7 +331,7 @@ def _data_each(
     The data axis does not hide behind attention in a ring, which has its own messages. On a CPU worker it
     does not hide behind collectives of the tensor axis and of experts, which use the same network.
     """
-    attends, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
+    attends, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device_type == "cuda" else 0.0
     forward = block.matmul + block.elementwise + attends * block.attention
     forward = forward + others * (tensor.forward + expert.forward)
     backward = 2 * block.matmul + block.elementwise_backward + attends * block.attention_backward + repeated
@@ -418,12 +417,7 @@ def _optimizer(work: Workload, space: Space, cluster: Cluster, held: Holdings) -
     """Return the seconds of the update, with the norm before it, by the bytes that the optimizer says it
     moves."""
     width, rounds = BYTES[work.state_dtype], work.state_dtype == "bfloat16"
-    compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
-    moved = np.where(
-        compiled,
-        work.optimizer.update_bytes(width, rounds, compiled=True),
-        work.optimizer.update_bytes(width, rounds, compiled=False),
-    )
+    moved = work.optimizer.update_bytes(width, rounds, cluster.device_type)
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 
@@ -443,9 +437,10 @@ def _slowest(
 def _offload(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
     """Return the seconds of moving weights from the host's memory and gradients to it, and of the update
     there. The devices of a node share the bandwidth of that memory."""
+    width = BYTES[work.state_dtype]
     share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)
     link = cluster.device.host_bandwidth
-    moved = 8.0 * held.sharded * (1 + space.accumulation) / np.minimum(link, share)
-    update_bytes = BYTES["float32"] * work.optimizer.numbers_moved
+    moved = 2 * width * held.sharded * (1 + space.accumulation) / np.minimum(link, share)
+    update_bytes = work.optimizer.update_bytes(width, work.state_dtype == "bfloat16", device_type="cpu")
     updated = update_bytes * held.sharded / np.minimum(HOST_MEMORY * link, share)
     return np.where(space.offload == 1, moved + updated, 0.0)

@@ -30,7 +30,7 @@ from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_ran
 from shardwise.optimizers import Optimizer, from_table
 from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.cut_stages import stage_blocks
-from shardwise.plan.float8_choice import Float8Shares
+from shardwise.plan.float8_choice import CastWeights, Float8Shares
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.float64]
@@ -70,8 +70,8 @@ class Workload:
     """Bytes of a bucket, as in `Plan.bucket_bytes`."""
     scales: int = 0
     """Number of scales of float8 tensors, whose maxima all devices share; 0 for other programs."""
-    cast: tuple[str, ...] = ()
-    """Weights that are gathered in 8 bits, by their names in a block."""
+    cast: tuple[CastWeights, ...] = ()
+    """Weights that are gathered in 8 bits."""
     float8: Float8Shares | None = None
     """Which products shardwise computes in float8. None: no product is in float8, or another program has all
     products of blocks in float8 and the head in bfloat16."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -43,10 +43,27 @@ def cut(work: Workload, space: Space, stack: Software) -> Cut:
     If there are more stages than blocks, the last stage has only the head, and the first only the embedding.
     """
     folded, stages = is_in_a_v(space), np.where(space.pipeline > 1, stages_per_rank(space), 1)
-    first, index = distinct([space.pipeline, stages, folded])
-    kinds = zip(space.pipeline[first].tolist(), stages[first].tolist(), folded[first].tolist(), strict=True)
+    kinds, index = _kinds_of_cuts(space, stages, folded)
     sums = [_blocks_of_ranks(_stages_of_ranks(work, stack.balanced, *kind), folded=kind[2]) for kind in kinds]
     return Cut(folded, stages, *np.asarray(sums).reshape(-1, 6)[index].T)  # (candidates, 6) -> six columns
+
+
+def first_rank_has(work: Workload, space: Space, stack: Software, cut: Cut, blocks: tuple[int, ...]) -> Ints:
+    """Return how many of these blocks are on the first rank."""
+    kinds, index = _kinds_of_cuts(space, cut.stages, cut.folded)
+    counts = [
+        sum(block in stage for stage in _first_rank_stages(work, stack.balanced, *kind) for block in blocks)
+        for kind in kinds
+    ]
+    return np.asarray(counts, dtype=np.int64)[index]
+
+
+def _kinds_of_cuts(space: Space, stages: Ints, folded: Bools) -> tuple[list[tuple[int, int, bool]], Ints]:
+    """Return the distinct (ranks, stages of a rank, whether they are folded), and for each candidate the
+    index of its own."""
+    first, index = distinct([space.pipeline, stages, folded])
+    columns = (column[first].tolist() for column in (space.pipeline, stages, folded))
+    return list(zip(*columns, strict=True)), index
 
 
 @lru_cache(maxsize=4096)
@@ -54,18 +71,32 @@ def _stages_of_ranks(
     work: Workload, balanced: bool, ranks: int, per_rank: int, folded: bool
 ) -> list[list[float]]:
     """Return, for each rank, the numbers of blocks of its stages in the model's order."""
-    stages, layers = ranks * per_rank, work.model.layers
-    empty = stages - layers
-    if not balanced:
-        counts: Sequence[float] = [layers / stages] * stages
-    elif empty <= 0:
-        counts = work.blocks(stages)
-    else:
-        counts = [0] * (empty // 2) + [1] * layers + [0] * (empty - empty // 2)
     blocks: list[list[float]] = [[] for _ in range(ranks)]
+    counts = _blocks_of_stages(work, balanced, ranks * per_rank)
     for count, rank in zip(counts, placement(ranks, per_rank, folded), strict=True):
         blocks[rank].append(count)
     return blocks
+
+
+def _blocks_of_stages(work: Workload, balanced: bool, stages: int) -> Sequence[float]:
+    """Return the number of blocks of each stage."""
+    layers = work.model.layers
+    empty = stages - layers
+    if not balanced:
+        return [layers / stages] * stages
+    if empty <= 0:
+        return work.blocks(stages)
+    return [0] * (empty // 2) + [1] * layers + [0] * (empty - empty // 2)
+
+
+@lru_cache(maxsize=4096)
+def _first_rank_stages(
+    work: Workload, balanced: bool, ranks: int, per_rank: int, folded: bool
+) -> list[range]:
+    """Return the blocks of each stage of the first rank. Those of a program that cuts blocks are rounded."""
+    edges = [0, *map(round, accumulate(_blocks_of_stages(work, balanced, ranks * per_rank)))]
+    places = placement(ranks, per_rank, folded)
+    return [range(*ends) for ends, rank in zip(pairwise(edges), places, strict=True) if rank == 0]
 
 
 def _blocks_of_ranks(
@@ -88,15 +119,17 @@ def _blocks_of_ranks(
     )
 
 
-def gathered_in_vain(work: Workload, space: Space, stack: Software) -> Ints:
-    """Return the number of blocks of the first rank that FSDP2 gathers once more than it uses them. The
-    schedule of all candidates must be interleaved.
+def gathered_in_vain(
+    work: Workload, space: Space, stack: Software, blocks: tuple[int, ...] | None = None
+) -> Ints:
+    """Return how many of these blocks (None: of all) are on the first rank, and are gathered there by FSDP2
+    once more than they are used. The schedule of all candidates must be interleaved.
 
     In backward FSDP2 prefetches units in the reverse order of all forwards of the step. So the first unit of
     one forward prefetches the last unit of the forward before. Between two rounds of micro-batches, the later
     stages of an interleaved schedule run no forward whose backward is still to come. There the step's last
     backward prefetches units that nothing uses. This is so for stage k of a rank if k times the forwards of
-    two rounds are more than the forwards that run ahead of backward.
+    two rounds are more than the forwards that run ahead of backward. The last unit is the stage's last block.
     """
     stages = space.stages_per_rank
     rounds = round_count(space.accumulation, space.pipeline)
@@ -104,11 +137,16 @@ def gathered_in_vain(work: Workload, space: Space, stack: Software) -> Ints:
     ahead = 2 * space.pipeline - 3 + (stages - 1) * longest
     first = np.where(rounds > 1, ahead // two_rounds + 1, stages)
     distinct_cuts, index = distinct([space.pipeline, stages])
-    # from_stage[cut, k] is the number of stages k and later of a cut that have several blocks. In a stage of
-    # one block, that block is still gathered.
+    # from_stage[cut, k] is the number of stages k and later of a cut that have several blocks, of which the
+    # last is counted. In a stage of one block, that block is still gathered.
     from_stage = np.zeros((len(distinct_cuts), int(stages.max(initial=0)) + 1), dtype=np.int64)
     for row, candidate in enumerate(distinct_cuts):
         ranks, per_rank = int(space.pipeline[candidate]), int(stages[candidate])
-        blocks = _stages_of_ranks(work, stack.balanced, ranks, per_rank, False)[0]
-        from_stage[row, : len(blocks)] = np.cumsum([count > 1 for count in blocks[::-1]])[::-1]
+        own = _first_rank_stages(work, stack.balanced, ranks, per_rank, False)
+        counts = _stages_of_ranks(work, stack.balanced, ranks, per_rank, False)[0]
+        counted = [
+            count > 1 and (blocks is None or stage[-1] in blocks)
+            for count, stage in zip(counts, own, strict=True)
+        ]
+        from_stage[row, : len(own)] = np.cumsum(counted[::-1])[::-1]
     return from_stage[index, np.minimum(first, stages)]

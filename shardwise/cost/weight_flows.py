@@ -35,7 +35,7 @@ from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.software import SHARDWISE
-from shardwise.cost.space import Bools, Ints
+from shardwise.cost.space import Array, Bools, Ints
 from shardwise.cost.stage_blocks import gathered_in_vain
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 from shardwise.plan.slices import Counts
@@ -81,7 +81,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
     compressed = _measures(rank)
     blocks = Units(rank.cut.first, *(rank.cut.first * sizes.block for sizes in (rank.sizes, *compressed)))
-    blocks = replace(blocks, cast=rank.cut.first * rank.cast.block)
+    blocks = replace(blocks, cast=rank.cast_in_blocks)
     # Gradients of a tied embedding are summed over stages too, and not compressed.
     is_compressed_here = apart & ~(piped & model.tied)
     embedding = Units(
@@ -98,7 +98,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
         np.where(piped, 0, rank.sizes.positions) + norm_and_head(rank.sizes, rank.sizes.embedding),
         *(np.where(piped, 0, sizes.positions) + norm_and_head(sizes, 0) for sizes in compressed),
     )
-    last = replace(last, cast=norm_and_head(rank.cast, 0))
+    last = replace(last, cast=head * rank.cast_in_head)
     first = Units(
         np.where(piped, positions, 0.0),
         *(np.where(piped, sizes.positions, 0) for sizes in (rank.sizes, *compressed)),
@@ -154,11 +154,16 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     are not in proportion to the number of micro-batches."""
     space = rank.space
     where = np.flatnonzero((rank.shards > 1) & is_interleaved(space))
-    blocks = np.zeros(len(space))
-    blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
+
+    def in_vain(among: tuple[int, ...] | None = None) -> Array:
+        """Return how many of these blocks are gathered without being used."""
+        blocks = np.zeros(len(space))
+        blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack, among)
+        return blocks
+
     if len(where):
-        sizes = (rank.block, *(compressed.block for compressed in _measures(rank)[:1]))
-        unit = replace(Units(blocks, *(blocks * size for size in sizes)), cast=blocks * rank.cast.block)
+        blocks, sizes = in_vain(), (rank.block, *(compressed.block for compressed in _measures(rank)[:1]))
+        unit = replace(Units(blocks, *(blocks * size for size in sizes)), cast=rank.cast_in(in_vain))
         yield _gather(SHARDS, "once", 1.0, unit, rank.shards, _Weights.of(rank))
 
 
@@ -171,8 +176,12 @@ def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
         local = -(-local // rank.expert_shards) * rank.expert_shards
     width, hidden, number = model.expert_width, model.hidden, rank.cut.first * local
     size = number * 3 * width * hidden
-    cast = sum(f"feed_forward.experts.{name}" in rank.work.cast for name in ("gate", "up", "down"))
-    experts = Units(rank.cut.first, size, cast=number * cast * width * hidden)
+    matrices = (
+        sum(".experts." in name for name in cast.names) * rank.blocks_among(cast.blocks)
+        for cast in rank.work.cast
+    )
+    cast = local * sum(matrices, np.zeros(len(rank.space))) * width * hidden
+    experts = Units(rank.cut.first, size, cast=cast)
     if is_compressed((model.experts, width, hidden)):  # two matrices into the experts, and one out of them
         rows, columns = number * (2 * width + hidden), rank.cut.first * (2 * hidden + width)
         experts = replace(experts, compressed=size, rows=rows, columns=columns)

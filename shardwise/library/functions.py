@@ -36,7 +36,7 @@ def plan(job: Job, cluster: str | None = None, everything: bool = False) -> Plan
     config = read(job.path, job.overrides, checks=[problems_of_cluster, float8_problems])
     check_countable(config)
     answer = plan_answer(config, cluster_of(config), str(job.path), everything, 20.0, None)
-    return PlanAnswer(answer)
+    return PlanAnswer(dict(answer))
 
 
 def launch(

@@ -76,7 +76,7 @@ def _as_toml(setting: str, value: object) -> str:
         text = tomli_w.dumps({"value": [value]})
     except TypeError:
         raise UserError(
-            f"{setting} = {value!r}: a {type(value).__name__} cannot be a setting; give a number, a text, true "
-            f"or false, or a list of them"
+            f"{setting} = {value!r}: a {type(value).__name__} cannot be a setting; give a number, a text, "
+            f"true or false, or a list of them"
         ) from None
     return text.partition("[")[2].strip().removesuffix("]").strip().removesuffix(",")

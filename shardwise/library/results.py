@@ -20,25 +20,27 @@ PAGE_HEIGHT = 900
 class PlanAnswer:
     """The planner's answer. Printing it shows the best layout and why; a notebook shows it as a page."""
 
-    answer: Json
+    answer: dict[str, Any]
 
     @property
-    def best(self) -> Json:
+    def best(self) -> dict[str, Any]:
         """The best layout: `layout`, `micro_batch`, `memory_gib`, `step_seconds` and more."""
-        best: Json = self.answer["best"]
+        best: dict[str, Any] = self.answer["best"]
         return best
 
     @property
     def layout(self) -> dict[str, Any]:
         """The best layout by axis, as a job's `[layout]` table has it."""
-        return dict(self.best["layout"])
+        layout: dict[str, Any] = self.best["layout"]
+        return layout
 
     @property
-    def candidates(self) -> list[Json]:
+    def candidates(self) -> list[dict[str, Any]]:
         """Other layouts that fit, the best first."""
-        return list(self.answer["candidates"])
+        candidates: list[dict[str, Any]] = self.answer["candidates"]
+        return candidates
 
-    def to_json(self) -> Json:
+    def to_json(self) -> dict[str, Any]:
         """Return the object that `shardwise plan --json` prints."""
         return self.answer
 

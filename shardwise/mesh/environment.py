@@ -105,16 +105,27 @@ def _slurm(env: Mapping[str, str]) -> Worker | Node:
         rank=_number(env, "SLURM_PROCID"),
         world=tasks,
         local_rank=_number(env, "SLURM_LOCALID", 0),
-        local_world=max(1, tasks // nodes),
+        local_world=_tasks_on_this_node(env, tasks) or max(1, tasks // nodes),
         address=address,
         port=port,
         launcher="srun, one process a device",
     )
 
 
+def _tasks_on_this_node(env: Mapping[str, str], tasks: int) -> int | None:
+    """Return the number of tasks on this node, from a list such as `4(x2),3`; None if Slurm gave no list of
+    all `tasks`."""
+    listed = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
+    counts: list[int] = []
+    for count, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", listed):
+        counts += [int(count)] * int(times or 1)
+    node = _number(env, "SLURM_NODEID", 0)
+    return counts[node] if sum(counts) == tasks and node < len(counts) else None
+
+
 def _pet(env: Mapping[str, str]) -> Node:
     nodes = env.get("PET_NNODES", "1").split(":")[-1]  # a range such as `2:4` means up to 4
-    address, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
+    address, port = _address_and_port(env.get("PET_RDZV_ENDPOINT", ""))
     workers = env.get("PET_NPROC_PER_NODE", "")
     return Node(
         nodes=_number({"PET_NNODES": nodes}, "PET_NNODES"),
@@ -126,6 +137,18 @@ def _pet(env: Mapping[str, str]) -> Node:
         launcher="PET_* variables",
         secret=_secret(env),
     )
+
+
+def _address_and_port(endpoint: str) -> tuple[str, str]:
+    """Return the address of an endpoint such as `node:29400`, `[fd00::1]:29400` or `fd00::1`, and the port,
+    which is empty if there is none."""
+    bracketed = re.fullmatch(r"\[([^\]]*)\](?::(.*))?", endpoint)
+    if bracketed:
+        return bracketed[1], bracketed[2] or ""
+    if endpoint.count(":") > 1:  # an IPv6 address without a port
+        return endpoint, ""
+    address, _, port = endpoint.partition(":")
+    return address, port
 
 
 def _secret(env: Mapping[str, str]) -> str | None:

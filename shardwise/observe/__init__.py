@@ -1,6 +1,6 @@
 """Measurements and how they are shown: counters, MFU, memory, the ledger of collectives, sinks and report."""
 
-from shardwise.observe.clock import SPANS, SpanPart, StepClock, present_time
+from shardwise.observe.clock import EXPOSED, SPANS, SpanPart, StepClock, present_time
 from shardwise.observe.ledger import AxisTimes, Collective, Ledger, axis_times
 from shardwise.observe.memory_use import memory_kind, peak_memory
 from shardwise.observe.mfu import mfu
@@ -13,6 +13,7 @@ from shardwise.observe.terminal import TrainingProgress, error_console, header
 from shardwise.observe.trace import StepTrace
 
 __all__ = [
+    "EXPOSED",
     "SPANS",
     "AxisTimes",
     "Collective",

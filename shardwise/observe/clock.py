@@ -19,15 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic, perf_counter, time
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from shardwise.observe.intervals import Interval
 
 if TYPE_CHECKING:
     import torch
 
-SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
+Span = Literal["data", "forward_backward", "exposed_communication", "optimizer"]
+SPANS: tuple[Span, ...] = get_args(Span)
 """Spans of every step, in the order in which they are shown."""
+EXPOSED: Span = "exposed_communication"
+"""Span of waits for communication."""
 
 _HOST_SPANS = frozenset({"data"})
 
@@ -122,7 +125,7 @@ class StepClock:
         """Parts of spans of the last finished step; empty on a GPU."""
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: Span) -> Iterator[None]:
         """Time the body of a `with` block under this name. It may be entered many times per step."""
         timer = self._timer(name)
         parent, start = self._open[-1] if self._open else None, timer.mark()
@@ -136,7 +139,7 @@ class StepClock:
             self._end_stretch(end)
             self._open.pop()
 
-    def add(self, name: str, start: float, end: float) -> None:
+    def add(self, name: Span, start: float, end: float) -> None:
         """Add host time that was measured elsewhere with `perf_counter`.
 
         It counts as spent inside the span that is open now, if there is one.
@@ -148,7 +151,7 @@ class StepClock:
 
     def waits(self) -> list[Interval]:
         """Return the intervals for which the last finished step was blocked by communication."""
-        return [(part.start, part.end) for part in self.finished if part.name == "exposed_communication"]
+        return [(part.start, part.end) for part in self.finished if part.name == EXPOSED]
 
     def finish(self) -> dict[str, float]:
         """Return the seconds of each span since the last `finish`, and the wall time between them as `total`.

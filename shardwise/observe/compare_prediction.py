@@ -36,6 +36,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.observe.clock import EXPOSED
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record, median_of
 from shardwise.plan.plan import PredictedFlow, PredictedStep
@@ -49,7 +50,6 @@ predicted), null where unknown. Rows of seconds also have the planner's `terms`,
 `predicted_calls` and `measured_calls` of a step.
 """
 
-_EXPOSED = "exposed_communication"
 _CLOSE = 0.05
 """Disagreements below this fraction are not mentioned."""
 _COLUMNS: dict[str, JustifyMethod] = {
@@ -70,7 +70,7 @@ def compare(
 
 def waits_are_known(steps: Sequence[Record]) -> bool:
     """Return whether the waiting time of these steps was measured separately from their computing time."""
-    return all(_EXPOSED in step.get("spans", {}) for step in steps)
+    return all(EXPOSED in step.get("spans", {}) for step in steps)
 
 
 def _times(predicted: PredictedStep, steps: Sequence[Record], apart: bool) -> Iterator[Row]:
@@ -85,9 +85,9 @@ def _times(predicted: PredictedStep, steps: Sequence[Record], apart: bool) -> It
         "exposed communication, bubble, imbalance" if waits != COMMUNICATION else "exposed communication"
     )
     yield _sum(computing, terms, busy, spans["forward_backward"] if apart else None)
-    yield _sum(waiting, terms, waits, spans[_EXPOSED] if apart else None)
+    yield _sum(waiting, terms, waits, spans[EXPOSED] if apart else None)
     if not apart:
-        both = _added(spans["forward_backward"], spans[_EXPOSED])
+        both = _added(spans["forward_backward"], spans[EXPOSED])
         yield _sum("computing and communication together", terms, (*busy, *waits), both)
     yield _sum("optimizer", terms, ("optimizer",), spans["optimizer"])
     for name, key in (("reading data", "data"), ("unclaimed", "other")):
@@ -105,10 +105,10 @@ def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
     """
     total = math.fsum(step["seconds"] for step in steps)
     spans: dict[str, float | None] = {}
-    for name in ("forward_backward", _EXPOSED, "optimizer", "data"):
+    for name in ("forward_backward", EXPOSED, "optimizer", "data"):
         known = [step["spans"][name] for step in steps if name in step.get("spans", {})]
         spans[name] = math.fsum(known) * seconds / total if known and total else None
-    left = max(0.0, seconds - sum(spans[name] or 0.0 for name in ("forward_backward", _EXPOSED, "optimizer")))
+    left = max(0.0, seconds - sum(spans[name] or 0.0 for name in ("forward_backward", EXPOSED, "optimizer")))
     if spans["data"] is not None:
         spans["data"] = min(spans["data"], left)
     spans["other"] = None if spans["forward_backward"] is None else left - (spans["data"] or 0.0)

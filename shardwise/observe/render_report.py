@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shardwise.config import AXES, Layout
 from shardwise.errors import printable
+from shardwise.observe.clock import EXPOSED
 from shardwise.observe.compare_prediction import show_comparison
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 from shardwise.observe.summary import Summary, summarise
@@ -46,7 +47,7 @@ _FAULT_COLUMNS: dict[str, JustifyMethod] = {
     "from": "left",
     "cause": "left",
 }
-_LABELS = {"forward_backward": "forward and backward", "exposed_communication": "exposed communication"}
+_LABELS = {"forward_backward": "forward and backward", EXPOSED: "exposed communication"}
 _PARTS = {
     "productive": ("productive", "green", "P"),
     "stragglers": ("waiting for slow ranks", "magenta", "S"),
@@ -64,7 +65,7 @@ _FAULTS = 12
 _COLOURS = {
     "data": "yellow",
     "forward_backward": "green",
-    "exposed_communication": "red",
+    EXPOSED: "red",
     "optimizer": "blue",
     "other": "bright_black",
 }

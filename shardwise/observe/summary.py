@@ -25,7 +25,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.errors import UserError
 from shardwise.files import parse_toml_as, read_bytes
-from shardwise.observe.clock import SPANS
+from shardwise.observe.clock import EXPOSED, SPANS
 from shardwise.observe.compare_prediction import Row, compare, waits_are_known
 from shardwise.observe.goodput import goodput
 from shardwise.observe.memory_use import memory_kind
@@ -210,7 +210,7 @@ def _communication(steps: Sequence[Record]) -> Summary:
     or not, which CPU workers record; elsewhere it is null.
     """
     seconds = math.fsum(step["seconds"] for step in steps)
-    waits = [step.get("spans", {}).get("exposed_communication") for step in steps]
+    waits = [step.get("spans", {}).get(EXPOSED) for step in steps]
     if None in waits:
         return {"efficiency": None, "overlap": None}
     exposed = math.fsum(waits)

@@ -199,12 +199,13 @@ class Optimizer(Section, ABC):
         """
         return 3 + 2 * len(self.slots) + NORM_NUMBERS
 
-    def update_bytes(self, width: int, rounds: bool, compiled: bool) -> float:
+    def update_bytes(self, width: int, rounds: bool, device_type: str) -> float:
         """Return the bytes per parameter that an update moves, with `width` bytes per number.
 
-        `rounds`: states are rounded stochastically to bfloat16. `compiled`: the device runs Triton kernels.
+        `rounds`: states are rounded stochastically to bfloat16. `device_type` is that of the memory with the
+        states, "cuda" or "cpu".
         """
-        has_kernel = compiled and self.rounding_kernel("cuda") is not None
+        has_kernel = self.rounding_kernel(device_type) is not None
         return ROUNDED_BYTES if rounds and not has_kernel else width * self.numbers_moved
 
     # -- what it says, and what it refuses -------------------------------------------------------------------

@@ -50,7 +50,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch import add_to_gradients, end_backward, forget_forwards, reduce_gathered, unit_pieces
 from shardwise.comm import (
-    EXPOSED,
     Comm,
     CompressedReplicaSum,
     CompressionSettings,
@@ -66,6 +65,7 @@ from shardwise.comm import (
     SecondaryShard,
 )
 from shardwise.models.float8_products import ScaledProduct
+from shardwise.observe import EXPOSED
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
 from shardwise.plan.engine import MAX_DEFERRED_SUMS, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within

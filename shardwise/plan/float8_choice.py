@@ -3,18 +3,25 @@
 These are all products in blocks and the head, except routers, whose scores are never rounded. Sizes must be
 multiples of 16, as a GPU's float8 products need. The gate and up products of experts are one grouped product
 (models/float8_grouped.py), named by its two weights: leaving out one leaves out both.
+
+The sizes that decide are those of whole weights, because a layout must not change which numbers are rounded.
+If a device's part of a weight, or its number of tokens, is no multiple of 16, a GPU multiplies the same 8-bit
+numbers in float32, which takes about thirty times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
 
-from shardwise.config import Model, Train
+from shardwise.config import Layout, Model, Train
 from shardwise.config.schedules import Numbers
 from shardwise.plan.engine import Engine
+from shardwise.plan.sharding import transformer_sharding
 
 MULTIPLE = 16
 """Number that must divide every size of a GPU's float8 products."""
@@ -56,6 +63,15 @@ class Float8Shares:
     """Whether scales come from the tensors themselves, which are then read once more."""
     products: int = 0
     """Number of float8 products in the whole model."""
+
+
+class CastWeights(NamedTuple):
+    """Weights that are gathered in 8 bits, in the same blocks."""
+
+    names: tuple[str, ...]
+    """Names of the weights' modules in a block, or of the weights of experts; also "head"."""
+    blocks: tuple[int, ...] | None
+    """Numbers of the blocks; None: all of them."""
 
 
 class Product(NamedTuple):
@@ -117,12 +133,12 @@ def unknown_patterns(model: Model, train: Train) -> Iterator[str]:
 
 def in_float8(model: Model, train: Train) -> list[str]:
     """Return the names of the modules, or expert weights, whose products a job computes in float8."""
-    return [product.name for product in _chosen(model, train) if _fits(product.sizes)]
+    return [product.name for product in _chosen(model, train) if fits(product.sizes)]
 
 
 def unfit(model: Model, train: Train) -> list[str]:
     """Return the names of the products whose sizes float8 does not support."""
-    return [product.name for product in _chosen(model, train) if not _fits(product.sizes)]
+    return [product.name for product in _chosen(model, train) if not fits(product.sizes)]
 
 
 def scale_count(model: Model, train: Train) -> int:
@@ -166,21 +182,24 @@ def casts_once(accumulation: Numbers, engine: Engine) -> Numbers:
     return (accumulation > 1) & (engine.sharded == 0)
 
 
-def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
-    """Return the names (in a block) of the weights that are gathered in 8 bits.
+def gathered_in_float8(model: Model, train: Train) -> tuple[CastWeights, ...]:
+    """Return the weights that are gathered in 8 bits: those whose products are in float8.
 
-    Their products are in float8 in every block. A tied head is excluded, because the embedding lookup must
-    not be rounded.
+    A tied head is excluded, because the embedding lookup must not be rounded.
     """
     if train.precision != "float8":
         return ()
-    chosen = set(in_float8(model, train))
-    left_out = {_in_block(product.name) for product in products(model) if product.name not in chosen}
-    return tuple(sorted({*map(_in_block, chosen)} - left_out - ({"head"} if model.tied else set())))
-
-
-def _in_block(name: str) -> str:
-    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+    blocks_of: dict[str, list[int]] = {}
+    for name in in_float8(model, train):
+        if name.startswith("blocks."):
+            _, block, in_block = name.split(".", 2)
+            blocks_of.setdefault(in_block, []).append(int(block))
+    names_of: dict[tuple[int, ...] | None, list[str]] = {}
+    for in_block, blocks in blocks_of.items():
+        names_of.setdefault(tuple(blocks) if len(blocks) < model.layers else None, []).append(in_block)
+    if "head" in in_float8(model, train) and not model.tied:
+        names_of.setdefault(None, []).append("head")
+    return tuple(CastWeights(tuple(names), blocks) for blocks, names in names_of.items())
 
 
 def _chosen(model: Model, train: Train) -> list[Product]:
@@ -196,8 +215,34 @@ def _left_out(name: str, train: Train) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in train.float8_leave_out)
 
 
-def _fits(sizes: tuple[int, int]) -> bool:
-    return not any(size % MULTIPLE for size in sizes)
+def fits(sizes: Iterable[Numbers]) -> Numbers:
+    """Return whether a GPU multiplies matrices of these sizes in float8.
+
+    Otherwise it multiplies the same 8-bit numbers in float32 (models/float8_products.py).
+    """
+    return reduce(and_, (size % MULTIPLE == 0 for size in sizes))
+
+
+def multiplied_in_float32(model: Model, names: Collection[str], layout: Layout, tokens: int) -> list[str]:
+    """Return the names of those of these float8 products that a GPU multiplies in float32, because a
+    device's part of the weight does not fit, or its number of tokens. Experts have kernels for any number of
+    tokens, and tensor devices do not split them."""
+    return [
+        product.name
+        for product in products(model)
+        if product.name in names
+        and _kind(product.name) != "experts"
+        and not fits((*_part(product, model, layout.tensor), tokens))
+    ]
+
+
+def _part(product: Product, model: Model, tensor: int) -> tuple[int, int]:
+    """Return the sizes of a product on the first of these tensor devices. The rows of a head are padded."""
+    (outputs, inputs), role = product.sizes, transformer_sharding(model).role(product.name)
+    assert role is not None, f"the table has no entry for {product.name}"
+    if role.kind == "columns":  # with fewer heads than devices, each device uses one
+        return -(-outputs // min(tensor, role.parts or tensor)), inputs
+    return outputs, -(-inputs // tensor) if role.kind == "rows" else inputs
 
 
 def idle_float8(model: Model, train: Train) -> list[str]:

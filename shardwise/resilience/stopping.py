@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -40,15 +40,22 @@ Their handler raises an exception. Python drops an exception that is raised insi
 `os.fork`, so `CollectSignals` takes these signals too.
 """
 
-_AT_ONCE = "stopped at once; what was saved is kept"
+AT_ONCE = "stopped at once; what was saved is kept"
+"""Message of a command that ends before it could finish a step."""
 
 
 class Stopped(Exception):
     """The run was asked to stop, and there is nothing to save, or no worker left that could save."""
 
-    def __init__(self, status: int, message: str = _AT_ONCE) -> None:
+    def __init__(self, status: int, message: str = AT_ONCE) -> None:
         super().__init__(message)
         self.status = status
+
+
+def status_after(received: Collection[int]) -> int:
+    """Return the exit status of a command that these signals stopped. Python turns a Ctrl-C that no handler
+    of ours received into an exception; then there are none."""
+    return RESUME_ME if received and signal.SIGINT not in received else INTERRUPTED
 
 
 def error_with_status(status: int, message: str) -> UserError:
@@ -109,9 +116,7 @@ class CollectSignals:
     @property
     def status(self) -> int | None:
         """Exit status of the run; None if it was not asked to stop."""
-        if not self.received:
-            return None
-        return INTERRUPTED if signal.SIGINT in self.received else RESUME_ME
+        return status_after(self.received) if self.received else None
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.note(number)
@@ -135,8 +140,8 @@ def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
     """
 
     def leave(number: int, _: FrameType | None) -> None:
-        os.write(2, f"{_AT_ONCE}\n".encode())
-        os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
+        os.write(2, f"{AT_ONCE}\n".encode())
+        os._exit(status_after([number]))
 
     # Only the main thread may set signal handlers.
     may_set = for_this_command and threading.current_thread() is threading.main_thread()

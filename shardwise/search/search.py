@@ -154,7 +154,7 @@ def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:
 
 def offloads(cluster: Cluster) -> bool:
     """Return whether devices have their own memory beside that of the host."""
-    return cluster.device.overlap > 0
+    return cluster.device_type == "cuda"
 
 
 def _costed(

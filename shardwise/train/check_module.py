@@ -166,6 +166,11 @@ def _layers(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
             f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
             "train on one device, or use train.driver = 'hogwild'"
         )
+    if sparse and config.train.state_dtype == "bfloat16":
+        yield (
+            f"train.state_dtype = 'bfloat16': {sparse[0]} of {name} has sparse=True, and updates of single "
+            "rows are not rounded at random, so small ones would be lost; leave one of the two out"
+        )
 
 
 def _settings(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:

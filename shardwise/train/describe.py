@@ -12,8 +12,8 @@ from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import DTYPES
-from shardwise.plan import COPIES, ModelSpec, simulate
-from shardwise.plan.float8_choice import idle_float8
+from shardwise.plan import COPIES, ModelSpec, Plan, simulate
+from shardwise.plan.float8_choice import idle_float8, multiplied_in_float32
 from shardwise.plan.grid import describe_degrees
 from shardwise.plurals import counted
 from shardwise.train.build import Training
@@ -30,7 +30,7 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{counted(data.held_out, 'sequence')} held out"
         + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
-        "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}, "
+        "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}{_slow_products(plan, device)}, "
         f"{_stored(plan.model)} weights and optimizer state, gradients summed in "
         f"{plan.model.dtypes.summed_by(plan.engine)}",
         **_pipeline(training),
@@ -72,6 +72,20 @@ def _emulated(model: ModelSpec, device: torch.device) -> str:
     if model.is_user_module or not multiplies_in_float32(DTYPES[model.dtypes.compute], device.type):
         return ""
     return " (products in float32, rounded: this processor has none in bfloat16)"
+
+
+def _slow_products(plan: Plan, device: torch.device) -> str:
+    """Return a note if a GPU multiplies 8-bit numbers in float32, because of the sizes on one device."""
+    if device.type == "cpu" or plan.model.float8 is None:
+        return ""
+    tokens = plan.micro_batch * plan.model.sequence_length // plan.layout.context
+    slow = multiplied_in_float32(plan.model.shape, plan.model.float8.products, plan.layout, tokens)
+    if not slow:
+        return ""
+    return (
+        f" ({counted(len(slow), 'product')} of 8-bit numbers in float32, which is slow: {tokens} tokens or "
+        f"a device's part of the weight are no multiple of 16; {slow[0]}, …)"
+    )
 
 
 def _optimizer(training: Training) -> str:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardwise.comm import EXPOSED
 from shardwise.drivers.registry import driver_of
 from shardwise.mesh import nccl
-from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
+from shardwise.observe import EXPOSED, AxisTimes, axis_times, peak_memory, present_time
 from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
 from shardwise.train.float8_check import by_layer

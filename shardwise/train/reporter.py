@@ -14,12 +14,12 @@ from typing import Any
 from shardwise.checkpoint import read_manifest, set_aside
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_folder
-from shardwise.comm import EXPOSED
 from shardwise.command_name import command_name
 from shardwise.config import to_toml
 from shardwise.data import unigram_loss
 from shardwise.mesh import device_name
 from shardwise.observe import (
+    EXPOSED,
     TrainingProgress,
     error_console,
     header,

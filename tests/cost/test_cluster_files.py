@@ -16,6 +16,7 @@ from shardwise.cost.predict import predict
 from shardwise.cost.space import Workload, space_of
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.step_terms import TERMS
+from shardwise.search.search import offloads
 from shardwise.units import GIB
 
 WHOLE = """
@@ -290,3 +291,20 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
 def test_every_term_of_a_step_may_be_corrected_and_nothing_else() -> None:
     predicted = predict(Workload(Model(), 64, 8), space_of([{}]), named("h100x8"))
     assert set(TERMS) == set(predicted.seconds)
+
+
+def test_a_gpu_that_communicates_beside_nothing_is_still_a_gpu(tmp_path: Path) -> None:
+    """`overlap` is a share of communication: it changes no second of computing, and nothing of memory."""
+    model = Model(layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=2048, vocabulary=1024)
+    rows = [{"data": 8, "zero": 3}, {"data": 4, "tensor": 2, "zero": 1}, {"pipeline": 2, "data": 4}]
+    space = space_of([{**row, "micro_batch": 1, "accumulation": 4} for row in rows])
+    overlapping, alone = (
+        predict(Workload(model, 512, 32), space, read_text(tmp_path, text))
+        for text in (WHOLE, WHOLE.replace("[device]", "[device]\noverlap = 0"))
+    )
+    for term in ("matmul", "attention", "elementwise", "recompute", "optimizer"):
+        assert alone.seconds[term].tolist() == overlapping.seconds[term].tolist(), term
+    assert (alone.seconds["launch"] <= overlapping.seconds["launch"]).all(), "hosts run ahead of a GPU"
+    assert (alone.seconds["data"] > overlapping.seconds["data"])[:2].all()
+    assert alone.peak.tolist() == overlapping.peak.tolist()
+    assert offloads(read_text(tmp_path, WHOLE.replace("[device]", "[device]\noverlap = 0")))

@@ -96,18 +96,14 @@ def seconds(codec: str, **row: int) -> float:
     return float(found.seconds["data"][0])
 
 
-def test_seconds_on_a_gpu_are_bytes_touched_over_the_share_of_the_bandwidth(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_seconds_on_a_gpu_are_bytes_touched_over_the_share_of_the_bandwidth() -> None:
     """Two devices, int8 at 90 %: the numbers once encoded, one and a half times decoded, 5 + 4/512 bytes
     each; 12 bytes to add the gradients to residuals, 8 to hand sums over, at 1 TB/s."""
-    monkeypatch.setattr("shardwise.cost.collectives.COPIED", {})
     expected = NUMBERS * (2.5 * (5 + 4 / 512) / 0.9 + 20) / 1e12
     assert seconds("int8", data=2) == pytest.approx(expected, rel=1e-3)
 
 
-def test_power_sgd_reads_a_matrix_three_times_and_writes_it_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.cost.collectives.COPIED", {})
+def test_power_sgd_reads_a_matrix_three_times_and_writes_it_twice() -> None:
     assert seconds("powersgd(4)", data=2) == pytest.approx(NUMBERS * (20 / 0.5 + 12) / 1e12, rel=1e-3)
 
 

@@ -110,6 +110,37 @@ def test_a_router_stays_in_bfloat16_and_grouped_products_reach_less_than_others(
     assert alone - matmul_flops(job(EXPERTS)) == pytest.approx(grouped * (1 - 0.5 / compute.GROUPED_FLOAT8))
 
 
+FLOAT32 = replace(CLUSTER, device=replace(DEVICE, peak={**DEVICE.peak, "float32": PEAK / 15}))
+
+
+def test_a_part_of_a_weight_that_does_not_fit_takes_what_it_does_in_float32() -> None:
+    """2064 / 2 = 1032 features are no multiple of 16; the products of attention and the head fit."""
+    work, ffn = job({"ffn": 2064}), 3 * flops((2064, HIDDEN))
+    fitting = 4 * flops(*(WEIGHTS[name] for name in ("query", "key", "value", "output"))) + HEAD
+    whole, half = (float(predict(work, one(tensor=n), FLOAT32).seconds["matmul"][0]) for n in (1, 2))
+    assert whole * PEAK == pytest.approx((fitting + 4 * ffn) / 2)
+    assert half * PEAK == pytest.approx((fitting / 2 + 4 * ffn * 15) / 2)
+
+
+@pytest.mark.parametrize(("row", "batch"), [({}, 1), ({"context": 2}, 2)], ids=["alone", "context"])
+def test_a_number_of_tokens_that_does_not_fit_takes_what_all_products_do_in_float32(
+    row: dict[str, int], batch: int
+) -> None:
+    """264 tokens are no multiple of 16."""
+    work, tokens = replace(job(), sequence_length=264, global_batch=batch), 264
+    took = float(predict(work, one(**{"micro_batch": batch, **row}), FLOAT32).seconds["matmul"][0])
+    assert took * PEAK == pytest.approx(15 * 6 * matmul_weights(Model(**SIZES)) * tokens)
+
+
+def test_only_the_last_chunk_of_a_head_does_not_fit() -> None:
+    """8200 tokens are a chunk of 4112 and one of 4088, which is no multiple of 16."""
+    vocabulary = 131_072
+    assert chunk_tokens(8200, vocabulary, 2, "cuda", float8=True) == 4112
+    work = replace(job({"vocabulary": vocabulary}), sequence_length=8200)
+    took = float(compute.head(work, one(micro_batch=1), FLOAT32, SHARDWISE)[0][0])
+    assert took * PEAK == pytest.approx(6 * vocabulary * HIDDEN * (4112 / 2 + 4088 * 15))
+
+
 def test_the_head_of_another_program_stays_in_bfloat16() -> None:
     theirs = replace(job(), float8=None)
     assert matmul_flops(theirs) - matmul_flops(job()) == pytest.approx(HEAD / 2)
@@ -220,6 +251,36 @@ def test_the_head_holds_the_larger_of_two_moments(batch: int, chunks: int) -> No
     assert small == pytest.approx(
         max(3 * length * vocabulary, 2 * length * vocabulary + 4 * weight) + 4 * weight
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "stages", "on_rank_0"),
+    [
+        ({}, None, (0, 1, 2, 3)),
+        ({"pipeline": 2}, (2, 2), (0, 1)),
+        (
+            {"pipeline": 2, "stages_per_rank": 2, "schedule": SCHEDULES.index("interleaved")},
+            (1, 1, 1, 1),
+            (0, 2),
+        ),
+        ({"pipeline": 2, "stages_per_rank": 2, "schedule": SCHEDULES.index("zbv")}, (1, 1, 1, 1), (0, 3)),
+    ],
+    ids=["alone", "1f1b", "interleaved", "in a V"],
+)
+def test_each_block_gathers_its_own_weights_in_8_bits_whatever_other_blocks_leave_out(
+    row: dict[str, int], stages: tuple[int, ...] | None, on_rank_0: tuple[int, ...]
+) -> None:
+    """Block 0 leaves out all products, block 2 one of them: the other weights are gathered in 8 bits."""
+    weights = sum(rows * columns for rows, columns in WEIGHTS.values())
+    narrow = {0: 0, 1: weights, 2: weights - KEYS * HIDDEN, 3: weights}
+    ends = (
+        HIDDEN + 2 * VOCABULARY * HIDDEN if 3 in on_rank_0 else VOCABULARY * HIDDEN
+    )  # embedding, norm, head
+    numbers = len(on_rank_0) * (weights + 2 * HIDDEN) + ends
+    in_8_bits = sum(narrow[block] for block in on_rank_0) + (VOCABULARY * HIDDEN if 3 in on_rank_0 else 0)
+    work = replace(job(float8_leave_out=["blocks.0.*", "blocks.2.attention.value"]), stages=stages)
+    sent = flows(work, one(data=2, zero=1, accumulation=2, **row), SHARDWISE, "cuda")
+    assert sum(float(flow.bytes[0]) for flow in sent if flow.kind == "all_gather") == 2 * numbers - in_8_bits
 
 
 def test_devices_that_share_a_vocabulary_meet_once_for_each_of_the_larger_chunks() -> None:

@@ -10,6 +10,7 @@ import pytest
 from shardwise.config import Model
 from shardwise.config.parameters import count
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
+from shardwise.cost import compute
 from shardwise.cost.clusters import named
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import predict
@@ -96,6 +97,34 @@ def test_sharded_states_are_updated_in_parts() -> None:
     assert parts == pytest.approx([whole / 4] * 3)
     least = (4 + 4 + 8) + (4 + 8)  # weight, gradient and two moments read, all but the gradient written
     assert least <= whole * 1e12 / count(DENSE) <= 1.5 * least
+
+
+@pytest.mark.parametrize("setting", ["auto", True, False])
+def test_the_update_of_bfloat16_states_has_a_kernel_on_every_gpu_and_on_no_cpu(setting: str | bool) -> None:
+    """Ten numbers of two bytes: weight, gradient and two moments read, all but the gradient written, and three
+    for the norm. Without a kernel torch's operators move 500 bytes."""
+    device = replace(DEVICE, bandwidth=1e12, stream=1.0)
+    for cluster, moved in (
+        (replace(IDEAL, device=device), 20),
+        (replace(IDEAL, device=device, shared=True, devices_per_node=1), 500),
+    ):
+        work = Workload(DENSE, LENGTH, BATCH, state_dtype="bfloat16", compile=setting)
+        took = predict(work, space_of([{"micro_batch": BATCH}]), cluster).seconds["optimizer"][0]
+        assert float(took) * 1e12 / count(DENSE) == pytest.approx(moved, rel=1e-3)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("setting", ["auto", True, False])
+def test_blocks_that_are_not_compiled_move_more_on_every_device(setting: str | bool, shared: bool) -> None:
+    """Values per token as counted in cost/compute.py, for h = 512, (a + k) d = 1280, f = 2048."""
+    device = replace(DEVICE, bandwidth=1e12, stream=1.0)
+    cluster = replace(IDEAL, device=device, shared=shared, devices_per_node=1)
+    work = Workload(DENSE, LENGTH, BATCH, compile=setting)
+    block = compute.block(work, space_of([{"micro_batch": BATCH}]), cluster, SHARDWISE)
+    values = float(block.elementwise[0]) * 1e12 / (2 * TOKENS)
+    compiled, eager = 9 * 512 + 2 * 1280 + 3 * 2048, 20 * 512 + 9 * 1280 + 5 * 2048
+    is_compiled = setting is True or (setting == "auto" and not shared)
+    assert values == pytest.approx(compiled if is_compiled else eager, rel=1e-9 if is_compiled else 0.05)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if SCHEDULE_FACTS[name].splits_backward])

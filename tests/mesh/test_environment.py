@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardwise.errors import UserError
 from shardwise.mesh import ALONE, LaunchMode, Node, Worker, launch_mode, worker_environment
 from shardwise.mesh.environment import first_host, threads_of_worker
+from shardwise.verify.train_commands import LAUNCHERS
 
 TORCHRUN = {
     "RANK": "5",
@@ -45,6 +46,20 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], LaunchMode]] = {
         "SLURM_NODELIST": "login1"},
         Node(1, 0, None, "login1", 20007, "slurm-7-3", "srun, one process a node"),
     ),
+    "srun, three tasks on the first two nodes and two on the others": (
+        {**SLURM, "SLURM_NTASKS": "10", "SLURM_STEP_NUM_NODES": "4", "SLURM_NODEID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "3(x2),2(x2)", "SLURM_TASKS_PER_NODE": "8(x4)"},
+        Worker(9, 10, 1, 2, "gpu007", 21234, "srun, one process a device"),
+    ),
+    "srun, tasks of the first of uneven nodes": (
+        {**SLURM, "SLURM_NTASKS": "5", "SLURM_PROCID": "1", "SLURM_NODEID": "0",
+        "SLURM_TASKS_PER_NODE": "4,1"},
+        Worker(1, 5, 1, 4, "gpu007", 21234, "srun, one process a device"),
+    ),
+    "srun, a list of the allocation's tasks and not of the step's": (
+        {**SLURM, "SLURM_TASKS_PER_NODE": "64(x2)"},
+        Worker(9, 16, 1, 8, "gpu007", 21234, "srun, one process a device"),
+    ),
     "inside an sbatch script, not a step": ({"SLURM_JOB_ID": "41234", "SLURM_PROCID": "0",
     "SLURM_NTASKS": "16"}, ALONE),
     "a Kubernetes operator's PET": (
@@ -57,6 +72,18 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], LaunchMode]] = {
         "PET_RDZV_ID": "job-1"},
         Node(4, 0, None, "pod-0", 29401, "job-1", "PET_* variables"),
     ),
+    "PET with a rendezvous at an IPv6 address": (
+        {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "[fd00::1]:29401"},
+        Node(2, 0, None, "fd00::1", 29401, "", "PET_* variables"),
+    ),
+    "PET with a rendezvous at an IPv6 address without a port": (
+        {"PET_RDZV_ENDPOINT": "fd00::1"},
+        Node(1, 0, None, "fd00::1", 29400, "", "PET_* variables"),
+    ),
+    "PET with a rendezvous at an IPv6 address in brackets": (
+        {"PET_RDZV_ENDPOINT": "[fd00::1]"},
+        Node(1, 0, None, "fd00::1", 29400, "", "PET_* variables"),
+    ),
     "PET with a rendezvous without a port": (
         {"PET_RDZV_ENDPOINT": "pod-0"},
         Node(1, 0, None, "pod-0", 29400, "", "PET_* variables"),
@@ -68,6 +95,12 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], LaunchMode]] = {
 def test_how_a_process_was_started_is_read_from_its_environment(name: str) -> None:
     environment, expected = ENVIRONMENTS[name]
     assert launch_mode(environment) == expected
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_drill_removes_all_by_which_a_command_knows_its_launcher(name: str) -> None:
+    environment, _ = ENVIRONMENTS[name]
+    assert launch_mode({key: value for key, value in environment.items() if key not in LAUNCHERS}) == ALONE
 
 
 @pytest.mark.parametrize(

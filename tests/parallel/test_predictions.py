@@ -43,6 +43,10 @@ MODELS: Tables = {
         **{**FAMILIES["experts"], "experts_per_token": 4, "expert_ffn": 32},
         **{"hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16},
     },  # into float8
+    "deep fitting": {
+        **{**FAMILIES["llama"], "layers": 9, "ffn": 64},
+        **{"hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16},
+    },
     "many ids": {
         **FAMILIES["llama"],
         "layers": 1,
@@ -98,7 +102,7 @@ ALONE = [
     row("wide", data=2, zero=0),
     row("llama", {"state_dtype": "bfloat16"}, data=2, zero=2),
     row("experts", FULL, data=2, expert=2, zero=3),
-    row("fitting", {"precision": "float8"}, data=2, tensor=2, zero=3),
+    row("fitting", {"precision": "float8", "float8_leave_out": ["blocks.0.*"]}, data=2, tensor=2, zero=3),
 ]
 PIPELINES = [
     *(row("tied", SINGLES, pipeline=2, schedule=schedule) for schedule in ("interleaved", "zb1p")),
@@ -197,6 +201,15 @@ MORE += [
     row("fitting", {**SINGLES, "precision": "float8"}, pipeline=2, context=2),
     *(row("fitting", {"precision": "float8"}, data=4, expert=2, zero=zero) for zero in (1, 3)),
     row("fitting", {"precision": "float8", "float8_leave_out": ["*.experts.up"]}, data=2, zero=3),
+    row("fitting", {"precision": "float8"}, data=2, tensor=2, zero=3),
+    row(
+        "deep fitting",  # block 6 is gathered without being used
+        {**SINGLES, "precision": "float8", "float8_leave_out": ["blocks.1.*", "blocks.6.*"]},
+        pipeline=2,
+        data=2,
+        zero=1,
+        schedule="interleaved",
+    ),
 ]
 REST = [one for one in [*MORE, *MATRIX] if one not in ROWS]
 

@@ -13,8 +13,8 @@ import pytest
 from ranks.jobs import FAMILIES, Tables, job, start
 from ranks.pool import Pool
 
-from shardwise.comm import EXPOSED
 from shardwise.mesh import Worker
+from shardwise.observe import EXPOSED
 from shardwise.resilience.stragglers import Straggler, StragglerChange
 from shardwise.train.reporter import RunReporter
 from shardwise.train.steps import StepRecord, steps

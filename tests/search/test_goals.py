@@ -41,10 +41,10 @@ def job_without_stages() -> Config:
 
 
 def of_memory(gib: float, offload: bool = True) -> Cluster:
-    """H100 nodes with so much memory a device; without overlap nothing is offloaded."""
+    """H100 nodes with so much memory a device; without host memory nothing is offloaded."""
     cluster = named("h100")
-    device = replace(cluster.device, memory=gib * GIB, overhead=0.5 * GIB, overlap=1.0 if offload else 0.0)
-    return replace(cluster, device=device)
+    device = replace(cluster.device, memory=gib * GIB, overhead=0.5 * GIB)
+    return replace(cluster, device=device, host_memory=cluster.host_memory if offload else 1.0)
 
 
 def days_on(config: Config, devices: int) -> float:

@@ -88,6 +88,22 @@ def test_devices_of_a_node_share_what_its_memory_moves() -> None:
     )
 
 
+def test_offloaded_bfloat16_states_move_half_the_bytes_and_are_rounded_by_the_host() -> None:
+    """A micro-batch moves 8 bytes a parameter. The host has no kernel that rounds at random: torch's operators
+    move 500 bytes (optimizers/base.py), where the update of float32 states moves 40."""
+    cluster, space = (
+        replace(named("h100x8"), host_memory_bandwidth=1e15),
+        space_of([{"zero": 3, "offload": 1}]),
+    )
+    seconds = [
+        float(predict(replace(workload_of(job()), state_dtype=dtype), space, cluster).seconds["offload"][0])
+        for dtype in ("float32", "bfloat16")
+    ]
+    link = cluster.device.host_bandwidth
+    assert seconds[0] == pytest.approx(count(job().model) * (16 / link + 40 / (2 * link)), rel=1e-2)
+    assert seconds[1] == pytest.approx(count(job().model) * (8 / link + 500 / (2 * link)), rel=1e-2)
+
+
 @pytest.mark.parametrize("name", sorted(CLUSTERS))
 def test_every_preset_has_a_host(name: str) -> None:
     cluster = CLUSTERS[name]

@@ -26,7 +26,7 @@ from shardwise.plan import choose
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import play, prepare_schedule, simulate
-from shardwise.search.candidates import candidates
+from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.search import SearchResult, search, workload_of
 from shardwise.search.search import play as play_pipelines
 
@@ -543,3 +543,11 @@ def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
     }
     tried = {length: {RECOMPUTE[mode] for mode in found.tolist()} for length, found in modes.items()}
     assert tried == {512: {"none", "selective", "full"}, 65_536: set(RECOMPUTE)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_share_of_activations_to_keep_is_costed_with_every_schedule_as_training_accepts_it(
+    schedule: str,
+) -> None:
+    config = job(DENSE, layout={"pipeline": 2, "schedule": schedule}, recompute=0.5)  # training accepts it
+    assert len(candidates(config, 2, fixed_fields(config)).space)

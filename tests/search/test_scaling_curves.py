@@ -99,7 +99,8 @@ def test_what_cannot_be_divided_or_does_not_fit_is_a_point_with_a_reason() -> No
     assert not undivided.works
     assert "no layout is possible" in (undivided.reason or "")
     cluster = named("h100")
-    small = replace(cluster, device=replace(cluster.device, memory=2 * 2**30, overhead=2.0**30, overlap=0.0))
+    device = replace(cluster.device, memory=2 * 2**30, overhead=2.0**30)
+    small = replace(cluster, device=device, host_memory=1.0)  # too little to offload
     points = strong(job(), small, [1, 8])
     assert not points[0].works
     assert "nothing fits" in (points[0].reason or "")

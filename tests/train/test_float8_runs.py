@@ -19,10 +19,10 @@ from shardwise.models.float8_products import Float8Product, Scale, ScaledProduct
 from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
 from shardwise.plan import choose
-from shardwise.plan.float8_choice import in_float8, scale_count, unfit
+from shardwise.plan.float8_choice import in_float8, multiplied_in_float32, scale_count, unfit
 from shardwise.search.search import workload_of
 from shardwise.train.build import Training, save
-from shardwise.train.describe import describe_run
+from shardwise.train.describe import _slow_products, describe_run
 from shardwise.train.inference import Sampling, load_checkpoint
 from shardwise.train.steps import steps
 
@@ -218,6 +218,45 @@ def test_sizes_that_do_not_fit_are_left_out(corpus: str) -> None:
     assert unfit(config.model, config.train) == [
         f"blocks.{layer}.feed_forward.experts.{name}" for layer in (0, 1) for name in ("gate", "up", "down")
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "length", "slow"),
+    [
+        ({}, {}, 32, []),
+        ({}, {"tensor": 2}, 32, ["gate", "up", "down"]),  # 48 / 2 = 24; a head has 16 features
+        ({"heads": 4, "kv_heads": 4, "head_dim": 8}, {"tensor": 2}, 32, ["gate", "up", "down"]),
+        (
+            {"heads": 4, "head_dim": 8},
+            {"tensor": 4},
+            32,
+            ["query", "key", "value", "output", "gate", "up", "down"],
+        ),
+        ({}, {"context": 2}, 24, ["query", "key", "value", "output", "gate", "up", "down", "head"]),
+        (EXPERTS, {"context": 2}, 24, ["query", "key", "value", "output", "head"]),
+    ],
+    ids=["one device", "tensor 2", "two heads each", "one key head for two devices", "12 tokens", "experts"],
+)
+def test_products_that_a_gpu_multiplies_in_float32_are_named(
+    corpus: str, model: dict[str, Any], layout: dict[str, Any], length: int, slow: list[str]
+) -> None:
+    tables = job(
+        corpus, model={**MODEL, **model}, train={"precision": "float8", "micro_batch": 1}, layout=layout
+    )
+    tables["data"]["sequence_length"] = length
+    config = from_tables(tables)
+    made = in_float8(config.model, config.train)
+    named = multiplied_in_float32(config.model, made, config.layout, length // config.layout.context)
+    names = [name.rsplit(".", 1)[-1] for name in named]
+    assert names == [*slow, *slow] if "head" not in slow else [*slow[:-1], *slow[:-1], "head"]
+
+
+def test_the_header_names_them_on_a_gpu_only(corpus: str) -> None:
+    tables = job(corpus, model=MODEL, train={"precision": "float8", "micro_batch": 1}, layout={"tensor": 2})
+    plan = choose(from_tables(tables), 2)
+    assert _slow_products(plan, torch.device("cpu")) == ""
+    note = _slow_products(plan, torch.device("cuda"))
+    assert note.startswith(" (15 products of 8-bit numbers in float32"), "the test's sequences have 24 tokens"
 
 
 @pytest.mark.parametrize(

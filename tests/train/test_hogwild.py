@@ -301,3 +301,14 @@ def test_sparse_gradients_are_refused_where_devices_would_sum_them(corpus: str) 
     config = from_tables(job(corpus, model=NGRAMS, layout={"data": 2}))
     with pytest.raises(UserError, match="table has sparse=True, and devices sum dense gradients only"):
         check_module(config, config.layout)
+
+
+def test_sparse_gradients_of_bfloat16_weights_are_refused(corpus: str) -> None:
+    """An update of 0.001 is less than half of what bfloat16 tells apart at 1, so none would ever arrive."""
+    train = {"precision": "bfloat16", "state_dtype": "bfloat16"}
+    config = from_tables(job(corpus, model=NGRAMS, train=train, layout={"data": 1}))
+    with pytest.raises(
+        UserError, match="has sparse=True, and updates of single rows are not rounded at random"
+    ):
+        check_module(config, config.layout)
+    check_module(from_tables(job(corpus, model=NGRAMS, layout={"data": 1})), config.layout)
