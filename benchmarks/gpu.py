@@ -30,7 +30,7 @@ from shardwise.config import Config, from_tables
 from shardwise.cost.device_peaks import peak_flops
 from shardwise.mesh import Worker
 from shardwise.observe import mfu
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.train.build import build
 from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps

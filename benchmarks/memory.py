@@ -1,5 +1,5 @@
 """Bytes of model state on each of four workers, measured, against the closed form of
-shardwise/plan/memory.py.
+shardwise/plans/memory.py.
 
     python benchmarks/memory.py [--workers 4]
 
@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.config import Config, from_tables
 from shardwise.mesh import Worker, leave
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.train.build import Training, build
 from shardwise.train.steps import steps
 

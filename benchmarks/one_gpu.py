@@ -7,7 +7,7 @@ computes, and the error.
 Each row is a proof (`shardwise verify ... --device cuda`) in float64 unless it says otherwise: three steps of
 one process on the CPU, and the same on workers that share the GPU and send over NCCL (mesh/nccl.py).
 `delays`: before each collective its stream pauses for a random time of up to 5 milliseconds, so that a
-missing wait shows (verify/delays.py). The seconds are those of the proof on a machine that may do other work;
+missing wait shows (proof/delays.py). The seconds are those of the proof on a machine that may do other work;
 they say nothing about the speed of the layout with one GPU for each worker.
 
 The table is written again after every row.
@@ -173,8 +173,8 @@ def prove_rows(rows: list[Row], results: Path, seconds: float) -> None:
     from contextlib import ExitStack
 
     from shardwise.config import read
-    from shardwise.verify.proof_workers import Workers
-    from shardwise.verify.prove import prove
+    from shardwise.proof.proof_workers import Workers
+    from shardwise.proof.prove import prove
 
     with ExitStack() as stack:
         workers: Workers | None = None

@@ -5,7 +5,7 @@ in memory.
 
 prints three tables. All run shardwise's `Pipelined` on local processes. The idle share is 1 - busy / (ranks x
 makespan), from the times at which each rank began and ended each action. The prediction is `simulate` of
-shardwise/plan/timeline.py for the same list. Each step is measured, and the median is shown.
+shardwise/plans/timeline.py for the same list. Each step is measured, and the median is shown.
 
 `waits`: 4 ranks. A forward and the input and weight halves of a backward are each a wait of 40 ms instead of
 computation. So 4 processes do not need 4 cores, and messages are short in comparison. The waits of the halves
@@ -60,8 +60,8 @@ from shardwise.models import Sharding
 from shardwise.parallel.data import SingleDevice
 from shardwise.parallel.pipeline import Pipelined
 from shardwise.parallel.stage_modules import Stages
-from shardwise.plan import Action, Schedule, choose, make_schedule, peak_in_flight, simulate
-from shardwise.plan.schedule import in_order, waits_for
+from shardwise.plans import Action, Schedule, choose, make_schedule, peak_in_flight, simulate
+from shardwise.plans.schedule import in_order, waits_for
 from shardwise.train.build import Training, build
 from shardwise.train.sources import count_tokens, forward_backward
 

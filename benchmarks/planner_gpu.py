@@ -31,7 +31,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.probe.device_speed import data_sheet
 from shardwise.search.forecast import forecast
 from shardwise.train.build import Training, build

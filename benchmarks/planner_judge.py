@@ -18,7 +18,7 @@ from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.software import Software
 from shardwise.cost.space import RECOMPUTE, Workload, space_of
-from shardwise.plan.flops import flops_per_token
+from shardwise.plans.flops import flops_per_token
 
 MARGIN = 0.05
 """Share of a device's memory that a layout must leave free to be said to fit."""

@@ -6,7 +6,7 @@ prints the table of docs/planner.md; with words, only the runs whose name has on
 are for shardwise on the run's devices, so they differ from the published figures where the original program
 differed: full recomputation, attention that was not fused, gradients in two bytes. The planner chooses what
 the publication leaves open (micro-batch, recomputation, sharding). Our MFU follows our convention
-(shardwise/plan/flops.py); published figures are quoted unchanged.
+(shardwise/plans/flops.py); published figures are quoted unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.clusters import named
 from shardwise.cost.predict import Prediction
 from shardwise.cost.space import RECOMPUTE, Space
-from shardwise.plan.flops import flops_per_token
+from shardwise.plans.flops import flops_per_token
 from shardwise.search.search import SearchResult, search
 
 

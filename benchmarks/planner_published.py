@@ -17,7 +17,7 @@ from shardwise.config import Model
 from shardwise.config.parameters import count
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.space import Workload
-from shardwise.plan.flops import flops_per_token, matmul_weights
+from shardwise.plans.flops import flops_per_token, matmul_weights
 from shardwise.units import GIB
 
 
@@ -43,7 +43,7 @@ def convention_of(text: str, stack: str) -> str | None:
 
 def published_flops(model: Model, length: int, convention: str) -> float:
     """FLOPs of a token as a source counts them. Ours, by which runs are compared, is in
-    shardwise/plan/flops.py."""
+    shardwise/plans/flops.py."""
     attention = 12.0 * model.layers * model.heads * model.head_dim * length
     if convention == "causal":  # Megatron leaves the router out
         return flops_per_token(model, length) - 6.0 * model.layers * model.experts * model.hidden

@@ -14,7 +14,7 @@ region), the sequence is split (Korthikanti et al. 2022).
   in this step, and that are alive while a module of the sequence region runs: what attention and feed-forward
   keep for backward;
 - `logits`: the largest tensor with a vocabulary, or a device's part of one, in its last dim. Whole logits
-  have batch x sequence rows and all of the vocabulary. The budget of a chunk (plan/chunks.py) is scaled down
+  have batch x sequence rows and all of the vocabulary. The budget of a chunk (plans/chunks.py) is scaled down
   with the model;
 - `fullest`: bytes that are alive at the worst moment, without those from before the step (weights and
   gradients): the activations.
@@ -47,7 +47,7 @@ from shardwise.config import Config, from_tables
 from shardwise.data.batches import Batch, Batches
 from shardwise.mesh import Worker, leave
 from shardwise.optim import local
-from shardwise.plan import choose, chunks
+from shardwise.plans import choose, chunks
 from shardwise.train.build import Training, build
 from shardwise.train.sources import count_tokens, forward_backward
 

@@ -40,8 +40,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
     "typer", "rich.progress", "shardwise.cli.app", "shardwise.train.run", "shardwise.train.launch",
-    "shardwise.verify.compare_layout",
-    "shardwise.verify.trace_modules", "shardwise.verify.prove", "shardwise.verify.drill",
+    "shardwise.proof.compare_layout",
+    "shardwise.proof.trace_modules", "shardwise.proof.prove", "shardwise.proof.drill",
     "shardwise.probe.measure_cluster",
     "shardwise.search.forecast", "shardwise.probe.quick_probe", "torch.distributed.pipelining.schedules",
     "shardwise.parallel.pipeline",

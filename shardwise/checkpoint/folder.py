@@ -35,7 +35,7 @@ from shardwise.config.model import Model
 from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import is_temporary, read_sealed, seal
 from shardwise.locks import take_lock
-from shardwise.plan import SavedLayout
+from shardwise.plans import SavedLayout
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2

@@ -306,7 +306,7 @@ def _row(address: str) -> _Row:
 
 def _layout(manifest: Manifest) -> str:
     """Return the degrees and the sharding of a layout in words. A checkpoint from an import has no layout."""
-    from shardwise.plan.grid import describe_degrees
+    from shardwise.plans.grid import describe_degrees
 
     layout = manifest.layout
     return f"{describe_degrees(layout)}, zero {layout.get('zero')}" if layout else "weights alone"

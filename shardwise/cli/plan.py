@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.cost.cluster import Cluster
     from shardwise.files import Json
-    from shardwise.plan.timeline import Timeline
+    from shardwise.plans.timeline import Timeline
 
 
 def plan(
@@ -257,7 +257,7 @@ class _Pipeline:
 
 
 def _pipeline(config: Config) -> _Pipeline:
-    from shardwise.plan import block_costs, make_schedule, simulate, stage_blocks, stage_costs
+    from shardwise.plans import block_costs, make_schedule, simulate, stage_blocks, stage_costs
 
     layout, length = config.layout, config.data.sequence_length
     schedule = make_schedule(layout.schedule, layout.pipeline, _micro_batches(config), layout.stages_per_rank)
@@ -273,7 +273,7 @@ def _micro_batches(config: Config) -> int:
     it counts as one.
     """
     from shardwise.cost.clusters import requested_cluster
-    from shardwise.plan import choose, micro_batch_size
+    from shardwise.plans import choose, micro_batch_size
 
     layout, cluster = config.layout, requested_cluster(config.cluster)
     devices = cluster.devices if cluster is not None else config.cluster.devices
@@ -291,7 +291,7 @@ def _write_svg(path: Path, timeline: Timeline) -> None:
 
 
 def _as_json(pipeline: _Pipeline) -> Json:
-    from shardwise.plan import peak_in_flight
+    from shardwise.plans import peak_in_flight
 
     timeline, schedule = pipeline.timeline, pipeline.timeline.schedule
     return {
@@ -310,7 +310,7 @@ def _as_json(pipeline: _Pipeline) -> Json:
 
 def _as_text(pipeline: _Pipeline) -> str:
     from shardwise.library.draw_schedule import draw_text, summary
-    from shardwise.plan import peak_in_flight
+    from shardwise.plans import peak_in_flight
     from shardwise.plurals import counted
 
     schedule = pipeline.timeline.schedule

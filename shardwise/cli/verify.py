@@ -13,7 +13,7 @@ from shardwise.library.prove_job import proof_lines, prove_job
 from shardwise.resilience.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
-    from shardwise.verify.prove import ProofResult
+    from shardwise.proof.prove import ProofResult
 
 
 def verify(

@@ -1,7 +1,7 @@
 """Names of dtypes, as jobs, plans, cluster files and codecs write them, and their sizes.
 
 The names are torch's where torch has one dtype of that size; `float8` and `float4` are formats of products.
-plan/dtypes.py decides which tensor of a run has which dtype.
+plans/dtypes.py decides which tensor of a run has which dtype.
 """
 
 from __future__ import annotations

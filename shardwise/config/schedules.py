@@ -1,7 +1,7 @@
 """Facts about each pipeline schedule, written once.
 
 The job file, the checks, the planner, the formulas of memory and time, and the runtime all read this table.
-The lists of actions themselves are in `plan/schedule.py`, whose docstring explains the schedules; the tests
+The lists of actions themselves are in `plans/schedule.py`, whose docstring explains the schedules; the tests
 compare this table with what those lists do.
 
 A formula is called with m micro-batches, p ranks and v stages per rank. It is written so that it takes ints

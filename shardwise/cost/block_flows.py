@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, When, calls
 from shardwise.cost.space import Array
-from shardwise.plan.chunks import chunk_tokens, largest_part
+from shardwise.plans.chunks import chunk_tokens, largest_part
 
 
 def tensor_flows(rank: FirstRank) -> Iterator[Flow]:

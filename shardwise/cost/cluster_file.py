@@ -20,7 +20,7 @@ from shardwise.config.dtype_names import PeakPrecision
 from shardwise.cost.cluster import KINDS, Cluster, Device, Kind, Link, Measured
 from shardwise.errors import ConfigError, UserError, shown
 from shardwise.files import Json, parse_toml, read_bytes
-from shardwise.plan.step_terms import TERMS, Term
+from shardwise.plans.step_terms import TERMS, Term
 from shardwise.section import Section
 from shardwise.units import GIB
 

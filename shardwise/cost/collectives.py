@@ -39,7 +39,7 @@ from shardwise.config.axes import RANK_AXES
 from shardwise.config.layout_rules import borrowed_devices
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
-from shardwise.plan.grid import EXPERT_SHARDS, base, devices
+from shardwise.plans.grid import EXPERT_SHARDS, base, devices
 
 CROWDING = 0.01
 """Share by which a collective between nodes takes longer for every doubling of their number beyond two."""

@@ -27,9 +27,9 @@ from shardwise.cost.float8_work import Streamed, block_traffic, head_chunk, head
 from shardwise.cost.matmuls import BlockProduct, products_of, share_in_float8, tokens_here
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Space, Workload, is_compiled
-from shardwise.plan import dtypes
-from shardwise.plan.cut_stages import BYTES_OF_A_LOOKUP
-from shardwise.plan.float8_choice import fits
+from shardwise.plans import dtypes
+from shardwise.plans.cut_stages import BYTES_OF_A_LOOKUP
+from shardwise.plans.float8_choice import fits
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward over those of its forward."""

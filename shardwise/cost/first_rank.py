@@ -33,10 +33,10 @@ from shardwise.cost.space import (
     take,
 )
 from shardwise.cost.stage_blocks import Cut, cut, first_rank_has
-from shardwise.plan.dtypes import computes_wide, wide
-from shardwise.plan.engine import Engine, engine_of
-from shardwise.plan.grid import expert_shards
-from shardwise.plan.slices import sliced, split_dim
+from shardwise.plans.dtypes import computes_wide, wide
+from shardwise.plans.engine import Engine, engine_of
+from shardwise.plans.grid import expert_shards
+from shardwise.plans.slices import sliced, split_dim
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ For each product of rows m, inputs k and outputs n (models/float8_products.py), 
   are counted: three tensors are written in 8 bits, the gate, up and their product.
 
 Dynamic scales need a whole tensor before it is cast, so it is written in 16 bits and read again. If blocks
-are not compiled (because backward comes in halves, plan/compilation.py), each operation of a cast is a
+are not compiled (because backward comes in halves, plans/compilation.py), each operation of a cast is a
 kernel. After a step every weight is read once more, to find its largest magnitude.
 """
 
@@ -27,9 +27,9 @@ import numpy as np
 from shardwise.config.dtype_names import BYTES
 from shardwise.cost.matmuls import BlockProduct, float8_weights, products_of, share_in_float8
 from shardwise.cost.space import Array, Bools, Space, Workload, is_compiled, take
-from shardwise.plan.chunks import chunk_tokens
-from shardwise.plan.engine import engine_of
-from shardwise.plan.float8_choice import casts_once
+from shardwise.plans.chunks import chunk_tokens
+from shardwise.plans.engine import engine_of
+from shardwise.plans.float8_choice import casts_once
 
 LOOKING = 1.55
 """Time of a kernel that also finds the largest magnitude and counts the lost values, over the time that its

@@ -1,6 +1,6 @@
 """Bytes of the fullest device at the peak of a step, by kind, for every candidate at once.
 
-Model states follow the table in `plan/memory.py`. Activations are counted per token and block. Backward of a
+Model states follow the table in `plans/memory.py`. Activations are counted per token and block. Backward of a
 compiled block with flash attention needs, in values of the computing dtype:
 
     (4 h + 2 a d + 2 k d + 3 f) / tensor
@@ -15,7 +15,7 @@ Recomputation changes this. `full` keeps a block's input, and one block's activa
 `selective` keeps products and attention. `all-but-attention` keeps a block's input and attention's output.
 With experts the last two recompute a block part by part (norms, attention, shared experts): they keep the
 inputs of the parts (for `selective` 2 h more than for a whole block), and all that routed experts need. A
-pipeline multiplies activations by the micro-batches that a rank has in flight (`plan/schedule.py`).
+pipeline multiplies activations by the micro-batches that a rank has in flight (`plans/schedule.py`).
 
 Weights that are not gathered have copies in the computing dtype, which exist until backward, except in
 recomputed blocks. With a single micro-batch, gradients take the place of activations that backward frees.
@@ -48,12 +48,12 @@ from shardwise.cost.space import (
     take,
 )
 from shardwise.cost.stage_blocks import Cut, cut
-from shardwise.plan.chunks import chunk_bytes
-from shardwise.plan.dtypes import wide
-from shardwise.plan.engine import MAX_DEFERRED_SUMS, Engine, engine_of
-from shardwise.plan.grid import expert_shards
-from shardwise.plan.memory import residual_numbers
-from shardwise.plan.slices import Part, Parts, parts_of, with_peers
+from shardwise.plans.chunks import chunk_bytes
+from shardwise.plans.dtypes import wide
+from shardwise.plans.engine import MAX_DEFERRED_SUMS, Engine, engine_of
+from shardwise.plans.grid import expert_shards
+from shardwise.plans.memory import residual_numbers
+from shardwise.plans.slices import Part, Parts, parts_of, with_peers
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -
 
 
 def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
-    """Return the bytes of weights, gradients, optimizer states and residuals, by the table of plan/memory.py
+    """Return the bytes of weights, gradients, optimizer states and residuals, by the table of plans/memory.py
     with the widths of this program."""
     stored = float(BYTES[work.state_dtype])
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes

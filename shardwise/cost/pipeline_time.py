@@ -34,7 +34,7 @@ from shardwise.cost.footprint import Holdings
 from shardwise.cost.price import Busy, Priced
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Space
-from shardwise.plan.step_terms import TERMS
+from shardwise.plans.step_terms import TERMS
 
 CONTENTION = 0.12
 """Seconds by which each second of hidden communication slows the computing beside it (Calculon: 0.15 on
@@ -164,7 +164,7 @@ def step_of(
 def bubble(space: Space, slowest: Array) -> Array:
     """Return the seconds for which ranks wait if equal stages take `slowest` seconds on each rank.
 
-    For the best candidates of a search, the schedule is simulated instead (plan/timeline.py).
+    For the best candidates of a search, the schedule is simulated instead (plans/timeline.py).
     """
     factor = schedule_value(space.schedule, lambda facts: facts.bubble)
     stages = np.where(is_interleaved(space), space.stages_per_rank, 1)

@@ -59,7 +59,7 @@ from shardwise.cost.software import SHARDWISE, Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, concatenate, makes_blocks_again
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.engine import engine_of
+from shardwise.plans.engine import engine_of
 
 STRAGGLING = 0.01
 """Share of the computing that is lost for every doubling of the number of nodes, if all of them must arrive

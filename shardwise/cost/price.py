@@ -23,8 +23,8 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, busy_links, copies, group_of, rates
 from shardwise.cost.flow import Flow, When
 from shardwise.cost.space import Array, Bools, Space, Workload, take
-from shardwise.plan.engine import engine_of
-from shardwise.plan.grid import base
+from shardwise.plans.engine import engine_of
+from shardwise.plans.grid import base
 
 LINKS = ("inside", "between")
 _BLOCKS: tuple[When, ...] = ("forward", "backward")

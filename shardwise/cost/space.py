@@ -28,9 +28,9 @@ from shardwise.config.machine import Recompute
 from shardwise.config.model import Model
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
 from shardwise.optimizers import Optimizer, from_table
-from shardwise.plan.compilation import compiles_blocks
-from shardwise.plan.cut_stages import stage_blocks
-from shardwise.plan.float8_choice import CastWeights, Float8Shares
+from shardwise.plans.compilation import compiles_blocks
+from shardwise.plans.cut_stages import stage_blocks
+from shardwise.plans.float8_choice import CastWeights, Float8Shares
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.float64]

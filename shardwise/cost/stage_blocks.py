@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.config.schedules import is_in_a_v, stages_per_rank
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, distinct
-from shardwise.plan.schedule import placement, round_count
+from shardwise.plans.schedule import placement, round_count
 
 
 @dataclass(frozen=True)

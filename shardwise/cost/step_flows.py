@@ -17,7 +17,7 @@ from shardwise.config.layout import Layout
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls
 from shardwise.cost.space import distinct
-from shardwise.plan.grid import EXPERT_SHARDS, SHARDS, joined_name
+from shardwise.plans.grid import EXPERT_SHARDS, SHARDS, joined_name
 
 _SHARING = ("data", "context", "tensor", "expert")
 """Degrees that decide how gradients are sharded."""
@@ -65,7 +65,7 @@ def _norm(rank: FirstRank) -> Iterator[Flow]:
 
 @lru_cache(maxsize=4096)
 def _axes_of_norm(experts: bool, sharded: bool, *degrees: int) -> tuple[str, ...]:
-    """Return the axes that a norm is summed over, by their names in the grid (plan/grid.py)."""
+    """Return the axes that a norm is summed over, by their names in the grid (plans/grid.py)."""
     given: dict[str, Any] = dict(zip(_SHARING, degrees, strict=True))
     layout = Layout(**given)
     dense, of_experts = (joined_name(layout, axis) if sharded else "solo" for axis in (SHARDS, EXPERT_SHARDS))

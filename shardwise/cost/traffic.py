@@ -50,7 +50,7 @@ from shardwise.cost.software import SHARDWISE, Software
 from shardwise.cost.space import Space, Workload
 from shardwise.cost.step_flows import step_flows
 from shardwise.cost.weight_flows import gathered_ahead, weight_flows
-from shardwise.plan.grid import label
+from shardwise.plans.grid import label
 
 
 def flows(work: Workload, space: Space, stack: Software = SHARDWISE, device: str = "cuda") -> list[Flow]:

@@ -37,8 +37,8 @@ from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Array, Bools, Ints
 from shardwise.cost.stage_blocks import gathered_in_vain
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
-from shardwise.plan.slices import Counts
+from shardwise.plans.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
+from shardwise.plans.slices import Counts
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients in the first and in the other buckets of DistributedDataParallel, by torch's default."""

@@ -29,7 +29,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, open_team_store
 from shardwise.models import attention_backends
 from shardwise.models.torch_dtypes import DTYPES
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.resilience.channel import UntrustedMessage
 from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import Training, build

@@ -20,7 +20,7 @@ from shardwise.section import Section
 if TYPE_CHECKING:
     from shardwise.asynchronous.shared_memory import SharedState
     from shardwise.config import Config, Layout, Recovery, Train
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
     from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.sources import Source

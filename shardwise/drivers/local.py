@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.save import State
     from shardwise.config import Config, Layout, Recovery, Train
     from shardwise.drivers.outer_optimizer import OuterOptimizer
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
     from shardwise.search.planner import Planner
     from shardwise.train.build import Training
 
@@ -168,7 +168,7 @@ class LocalGroups(Driver):
 
 def _plan_groups(planner: Planner, groups: int, devices: int) -> Plan:
     """Return the plan of one group, for its part of the batch and of the devices."""
-    from shardwise.plan import choose
+    from shardwise.plans import choose
 
     config = planner.config
     if devices % groups:

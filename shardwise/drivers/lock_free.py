@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.data.batches import Batch
 from shardwise.optim import update
-from shardwise.plan.learning_rate import learning_rate
+from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.sources import (
     Drawn,

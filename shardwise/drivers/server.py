@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.data import Dataset
     from shardwise.mesh import Worker
     from shardwise.optimizers import Optimizer
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
     from shardwise.resilience.worker_link import WorkerLink
     from shardwise.search.planner import Planner
     from shardwise.train.build import Training

@@ -114,7 +114,7 @@ def _module(sections: Sections) -> Iterator[str]:
 def float8_problems(sections: Sections) -> Iterator[str]:
     """Yield the float8 settings that have no effect, whatever else is wrong with the model or the layout."""
     from shardwise.config import Model, Train
-    from shardwise.plan.float8_choice import unknown_patterns
+    from shardwise.plans.float8_choice import unknown_patterns
 
     model, train = sections.get("model"), sections.get("train")
     if isinstance(model, Model) and isinstance(train, Train) and model.module is None:
@@ -170,7 +170,7 @@ def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCount
     from shardwise.config import complete_config, layout_is_possible
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
-    from shardwise.plan import choose
+    from shardwise.plans import choose
     from shardwise.search.planner import left_to_the_planner
 
     if (config := complete_config(sections)) is None or config.layout.data == 0:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from html import escape
 
-from shardwise.plan.schedule import Action
-from shardwise.plan.timeline import Span, Timeline, peak_in_flight
+from shardwise.plans.schedule import Action
+from shardwise.plans.timeline import Span, Timeline, peak_in_flight
 from shardwise.plurals import counted
 
 COLUMNS = 120

@@ -13,8 +13,8 @@ from shardwise.plurals import counted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.verify.drill import DrillResult
-    from shardwise.verify.drill_faults import Kind
+    from shardwise.proof.drill import DrillResult
+    from shardwise.proof.drill_faults import Kind
 
 
 def drill_job(
@@ -29,8 +29,8 @@ def drill_job(
         return WorkerCounts(*[_workers(config, workers)] * 3)
 
     config = read(job, overrides, workers, [lambda _: _unknown(faults), *checks_of_run(counts)])
-    from shardwise.plan import choose
-    from shardwise.verify.drill import drill as run
+    from shardwise.plans import choose
+    from shardwise.proof.drill import drill as run
 
     kinds, devices = _kinds(faults), _workers(config, workers)
     choose(config, devices)
@@ -45,7 +45,7 @@ def _kinds(faults: str) -> list[Kind]:
 
 
 def _unknown(faults: str) -> Iterator[str]:
-    from shardwise.verify.drill_faults import KINDS
+    from shardwise.proof.drill_faults import KINDS
 
     unknown = [word for word in _kinds(faults) if word not in KINDS]
     if unknown or not _kinds(faults):

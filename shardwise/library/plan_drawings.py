@@ -10,9 +10,9 @@ from shardwise.cost.collectives import group_of
 from shardwise.cost.space import Space
 from shardwise.cost.traffic import flows
 from shardwise.files import Json
-from shardwise.plan.grid import COPIES, SHARDS, devices
-from shardwise.plan.schedule import make_schedule
-from shardwise.plan.timeline import Span, simulate
+from shardwise.plans.grid import COPIES, SHARDS, devices
+from shardwise.plans.schedule import make_schedule
+from shardwise.plans.timeline import Span, simulate
 from shardwise.search.search import SearchResult
 
 MAPPED = 4096

@@ -10,8 +10,8 @@ from shardwise.library.columns import aligned
 from shardwise.plurals import counted, listed
 
 if TYPE_CHECKING:
-    from shardwise.verify.prove import ProofResult
-    from shardwise.verify.verdict import QuantityError
+    from shardwise.proof.prove import ProofResult
+    from shardwise.proof.verdict import QuantityError
 
 SHOWN = 8
 """Number of rows of the table if all is well. Otherwise every failing row is shown, up to three times as
@@ -26,8 +26,8 @@ def prove_job(
     from shardwise.library.check_job import checks_of_proof
     from shardwise.library.progress import preparing
     from shardwise.observe import error_console
-    from shardwise.verify.proof_job import Against, Dtype, Sabotage
-    from shardwise.verify.prove import prove
+    from shardwise.proof.proof_job import Against, Dtype, Sabotage
+    from shardwise.proof.prove import prove
 
     given = [("--dtype", dtype, get_args(Dtype)), ("--against", against, get_args(Against))]
     given += [("--sabotage", sabotage, get_args(Sabotage))] if sabotage is not None else []
@@ -114,7 +114,7 @@ def _table(result: ProofResult) -> list[str]:
 
 
 def _row(error: QuantityError, result: ProofResult) -> list[str]:
-    from shardwise.verify.proof_job import ROUNDING
+    from shardwise.proof.proof_job import ROUNDING
 
     cost = "" if error.rounding_cost is None else f"{error.rounding_cost:.2e}"
     ranks = "all" if len(error.ranks) == result.proof.world else ", ".join(map(str, error.ranks))

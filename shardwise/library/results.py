@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.files import Json
-    from shardwise.verify.drill import DrillResult
-    from shardwise.verify.prove import ProofResult
+    from shardwise.proof.drill import DrillResult
+    from shardwise.proof.prove import ProofResult
 
 PAGE_HEIGHT = 900
 """Height of a page in a notebook, in pixels."""

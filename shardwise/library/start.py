@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.data import Dataset
     from shardwise.drivers.driver import WorkerCounts
     from shardwise.mesh import Node, Worker
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
     from shardwise.resilience.first_node_file import FirstNodeFile
     from shardwise.search.planner import Planner
 

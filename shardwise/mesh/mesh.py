@@ -1,6 +1,6 @@
 """Ranks, axes and process groups: one torch DeviceMesh whose dimensions have the names of the layout's axes.
 
-`plan/grid.py` says which axes there are and what they consist of. Every axis exists even at size 1, so that
+`plans/grid.py` says which axes there are and what they consist of. Every axis exists even at size 1, so that
 the rest of the code can ask for it by name without special cases. Several axes are joined by an "x":
 `group("data x context")` contains the devices that hold the same weights.
 """
@@ -31,7 +31,7 @@ from shardwise.mesh.sockets import (
     listen,
     use_network_towards,
 )
-from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
+from shardwise.plans.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
 AGENT_TIMEOUT = datetime.timedelta(seconds=20)
 """Timeout for connecting to torchrun's agent. torch tries for about three times as long."""

@@ -41,7 +41,7 @@ from shardwise.models.float8_products import (
 )
 from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
 from shardwise.models.torch_dtypes import rounded_to, wide
-from shardwise.plan.float8_choice import MULTIPLE
+from shardwise.plans.float8_choice import MULTIPLE
 
 SETTINGS = len(Settings._fields)
 

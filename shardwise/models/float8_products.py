@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from shardwise._torch import AutogradContext, float8_mm
 from shardwise.models.torch_dtypes import rounded_to, wide
 from shardwise.models.unallocated import ExactBuffers
-from shardwise.plan.float8_choice import MULTIPLE
+from shardwise.plans.float8_choice import MULTIPLE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}

@@ -44,7 +44,7 @@ from shardwise._torch import AutogradContext
 from shardwise.models.float8_products import E4M3, E5M2, Float8Product, cast, multiply, quantise, transposed
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import wide
-from shardwise.plan.chunks import chunk_tokens
+from shardwise.plans.chunks import chunk_tokens
 
 IGNORED = -100
 """Target of a position that takes no part in the loss."""

@@ -1,10 +1,10 @@
 """The names of a sharding table, for users' modules: `from shardwise.models.sharding import Sharding,
 columns`.
 
-plan/sharding.py, which needs no torch, defines and explains them.
+plans/sharding.py, which needs no torch, defines and explains them.
 """
 
-from shardwise.plan.sharding import (
+from shardwise.plans.sharding import (
     Role,
     Sharding,
     columns,

@@ -1,4 +1,4 @@
-"""torch's dtypes for the names that jobs and plans use (plan/dtypes.py says which number has which)."""
+"""torch's dtypes for the names that jobs and plans use (plans/dtypes.py says which number has which)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config.dtype_names import BYTES
-from shardwise.plan import dtypes
+from shardwise.plans import dtypes
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 _WIDE = {dtype: DTYPES[dtypes.wide(name)] for name, dtype in DTYPES.items()}

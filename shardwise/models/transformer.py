@@ -36,7 +36,7 @@ from shardwise.models.layers import Embedding, make_feed_forward, make_norm
 from shardwise.models.loss import cap_logits, linear_cross_entropy
 from shardwise.models.products import linear
 from shardwise.models.rotary import Angles, Rotary
-from shardwise.plan.sharding import Sharding, transformer_sharding
+from shardwise.plans.sharding import Sharding, transformer_sharding
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ class Head(nn.Module):
         """Whether backward may run in two halves, as in zero-bubble pipelines."""
         self.chunk: int | None = None
         """Number of tokens whose logits exist at once; None: as many as the budget allows
-        (plan/chunks.py)."""
+        (plans/chunks.py)."""
         self.float8: Float8Product | None = None
         """Its products in 8 bits; None: they are made in the dtype of the hidden states."""
 

@@ -39,8 +39,8 @@ from rich.text import Text
 from shardwise.observe.clock import EXPOSED
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record, median_of
-from shardwise.plan.plan import PredictedFlow, PredictedStep
-from shardwise.plan.step_terms import COMMUNICATION, COMPUTING, IDLE
+from shardwise.plans.plan import PredictedFlow, PredictedStep
+from shardwise.plans.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.plurals import counted
 from shardwise.units import GIB
 

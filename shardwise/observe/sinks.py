@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.files import Json, parse_toml, read_bytes, regular_file_opener
 from shardwise.observe.record_files import EventsFile, MetricsFile, Warn, log
 from shardwise.observe.records import Record
-from shardwise.plan import read_plan
+from shardwise.plans import read_plan
 
 if TYPE_CHECKING:
     from shardwise.config import Observe

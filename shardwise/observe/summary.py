@@ -31,7 +31,7 @@ from shardwise.observe.goodput import goodput
 from shardwise.observe.memory_use import memory_kind
 from shardwise.observe.records import Record, median_of, read_events, read_metrics
 from shardwise.observe.totals import RunTotals
-from shardwise.plan import SavedLayout, SavedPlan, read_plan
+from shardwise.plans import SavedLayout, SavedPlan, read_plan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -51,7 +51,7 @@ from shardwise.parallel.seeds import Seeds, seed_blocks
 from shardwise.parallel.stage_modules import make_stages, reduce_to_stage
 from shardwise.parallel.tables import EMBEDDINGS, table_of
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import ModelSpec, Plan
+from shardwise.plans import ModelSpec, Plan
 
 
 def parallelise(plan: Plan, comm: Comm) -> ParallelModel:

@@ -23,7 +23,7 @@ last backward. With `context` above 1 its devices count as data devices. With `r
 is sharded by itself, and an all-reduce of the summed shards (rP / data) over the replicas follows once per
 step.
 
-plan/memory.py has the memory of each stage. CPU workers also hold the gradients of up to four units whose
+plans/memory.py has the memory of each stage. CPU workers also hold the gradients of up to four units whose
 sums are running, and buffers of the same size for what arrives (comm/deferred_sums.py).
 """
 
@@ -67,8 +67,8 @@ from shardwise.comm import (
 from shardwise.models.float8_products import ScaledProduct
 from shardwise.observe import EXPOSED
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
-from shardwise.plan.engine import MAX_DEFERRED_SUMS, Engine
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
+from shardwise.plans.engine import MAX_DEFERRED_SUMS, Engine
+from shardwise.plans.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 
 @dataclass

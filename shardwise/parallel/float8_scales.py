@@ -34,11 +34,11 @@ from shardwise.models.float8_products import (
 )
 from shardwise.models.layers import Linear
 from shardwise.optim import local
-from shardwise.plan.float8_choice import products
+from shardwise.plans.float8_choice import products
 
 
 def use_float8(model: Transformer, names: Iterable[str]) -> None:
-    """Make a plain model compute the products of these names in float8 (plan/float8_choice.py)."""
+    """Make a plain model compute the products of these names in float8 (plans/float8_choice.py)."""
     sources: dict[str, DelayedScale] = {}
     chosen = set(names)
     modules = dict(model.named_modules())

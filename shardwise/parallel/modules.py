@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm import Comm
 from shardwise.models.replace import Replacement, join_texts, replacement
 from shardwise.optim import local
-from shardwise.plan.chunks import largest_part
-from shardwise.plan.sharding import Role
+from shardwise.plans.chunks import largest_part
+from shardwise.plans.sharding import Role
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Pipeline parallelism: the model is cut in depth, and micro-batches pass through the stages.
 
-plan/schedule.py makes the list of actions of each device, which is also drawn and priced; torch's pipelining
+plans/schedule.py makes the list of actions of each device, which is also drawn and priced; torch's pipelining
 runtime executes it and adds the sends and receives. Two stages exchange one micro-batch's hidden states,
 forward and backward: batch x sequence x hidden / (context x tensor) values, because each device of a tensor
 group sends only its part of the sequence.

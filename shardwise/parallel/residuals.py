@@ -18,7 +18,7 @@ from shardwise.comm.low_rank import LowRankSum
 from shardwise.mesh import Mesh
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.placement import local_slices
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
+from shardwise.plans.grid import COPIES, EXPERT_SHARDS, SHARDS
 
 ALL_DEVICES = {SHARDS: COPIES, EXPERT_SHARDS: f"replica x {EXPERT_SHARDS}"}
 """For each axis over which gradients are scattered, the axis of all devices that hold pieces of a

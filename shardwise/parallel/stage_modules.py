@@ -12,7 +12,7 @@ from shardwise.config.schedules import SCHEDULE_FACTS
 from shardwise.errors import UserError
 from shardwise.models import Sharding
 from shardwise.models.torch_dtypes import DTYPES
-from shardwise.plan import Plan, Schedule, make_schedule
+from shardwise.plans import Plan, Schedule, make_schedule
 
 AXIS = "pipeline"
 

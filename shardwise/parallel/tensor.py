@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: several devices share each matrix, and each layer's tokens.
 
-The sharding table (plan/sharding.py) gives each module a role. Here roles become weights that are DTensors on
-the `tensor` axis, and collectives around modules. A pair of matrices, the first split by outputs and the
+The sharding table (plans/sharding.py) gives each module a role. Here roles become weights that are DTensors
+on the `tensor` axis, and collectives around modules. A pair of matrices, the first split by outputs and the
 second by inputs, needs no collective between them (Shoeybi et al. 2019): heads of attention, inner features
 of the feed-forward. Before the first the sequence is gathered, after the second the partial results are
 summed and scattered along the sequence (Korthikanti et al. 2022), so norms and residuals outside the pair are
@@ -47,8 +47,8 @@ from shardwise.models.products import linear
 from shardwise.models.replace import put_in_place
 from shardwise.optim import local
 from shardwise.parallel.modules import ParallelModule, Share, parallel_module
-from shardwise.plan.chunks import largest_part
-from shardwise.plan.sharding import copies_parts, split_dim
+from shardwise.plans.chunks import largest_part
+from shardwise.plans.sharding import copies_parts, split_dim
 
 AXIS = "tensor"
 SEQUENCE = 1

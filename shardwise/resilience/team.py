@@ -27,7 +27,7 @@ from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 from shardwise.errors import RunFailed, UserError
 from shardwise.files import Json
 from shardwise.observe import present_time
-from shardwise.plan import Plan
+from shardwise.plans import Plan
 from shardwise.resilience.stopping import RESUME_ME
 
 LOST_SECONDS = 10.0

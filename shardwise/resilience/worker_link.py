@@ -27,7 +27,7 @@ from shardwise.errors import Unreadable, UserError, without_middle
 from shardwise.limits import limit_reached
 from shardwise.mesh import Worker, nccl
 from shardwise.observe import present_time
-from shardwise.plan import Plan
+from shardwise.plans import Plan
 from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
 from shardwise.resilience.team import Fault, Member, Team
 from shardwise.resilience.user_code import line_in_user_code

@@ -25,7 +25,7 @@ from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Workload,
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.files import Json
-from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
+from shardwise.plans.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import BESIDE_DATA, SearchResult, limit, play
 from shardwise.units import GIB

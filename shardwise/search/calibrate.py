@@ -27,7 +27,7 @@ from math import fsum
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.cluster_file import write_cluster, write_corrections
 from shardwise.observe.compare_prediction import Row
-from shardwise.plan.step_terms import COMMUNICATION, IDLE
+from shardwise.plans.step_terms import COMMUNICATION, IDLE
 
 LIMIT = 4.0
 LEAST_SHARE = 0.01

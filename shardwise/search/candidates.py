@@ -41,8 +41,8 @@ from shardwise.config.layout_rules import RECOMPUTE as OF_RECOMPUTATION
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULE_FACTS, SCHEDULES, ScheduleName
 from shardwise.cost.space import BUT_ATTENTION, FULL, RECOMPUTE, Bools, Ints, Space, recompute_mode, space_of
 from shardwise.files import Json
-from shardwise.plan.engine import shares_weights
-from shardwise.plan.flops import flops_per_token, matmul_weights
+from shardwise.plans.engine import shares_weights
+from shardwise.plans.flops import flops_per_token, matmul_weights
 
 Choices = Sequence[tuple[int, ...]]
 """Values of several fields of a candidate, one tuple per combination."""

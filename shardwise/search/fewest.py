@@ -26,7 +26,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.errors import UserError
-from shardwise.plan.flops import flops_per_token
+from shardwise.plans.flops import flops_per_token
 from shardwise.plurals import counted
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident

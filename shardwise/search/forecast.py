@@ -14,7 +14,7 @@ from shardwise.config.compression import AUTO
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
-from shardwise.plan.choose import OriginalJob
+from shardwise.plans.choose import OriginalJob
 from shardwise.search.answer import chosen, device_peak, traffic, with_total
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason

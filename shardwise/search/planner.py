@@ -6,7 +6,7 @@ same function, which needs no peers, so that each rank refuses a bad job at once
 plans before the first step (train/run.py).
 
 If the job gives no layout and the cluster is known, a search over all layouts decides (search/). The rest is
-decided by the rules of plan/choose.py. On fewer workers the plan has the nearest layout that fits.
+decided by the rules of plans/choose.py. On fewer workers the plan has the nearest layout that fits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
-from shardwise.plan import OriginalJob, Plan, choose, fit
+from shardwise.plans import OriginalJob, Plan, choose, fit
 from shardwise.search.forecast import forecast, is_open, plan_job
 
 

@@ -15,7 +15,7 @@ from shardwise.config import MODEL_AXES, RANK_AXES, Config, Layout
 from shardwise.config.layout_rules import TENSOR, JobTables, broken_rules
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
-from shardwise.plan.grid import describe_degrees
+from shardwise.plans.grid import describe_degrees
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
 from shardwise.units import GIB

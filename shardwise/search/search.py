@@ -25,11 +25,11 @@ from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, take
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError, UserError
-from shardwise.plan.dtypes import Dtypes
-from shardwise.plan.float8_choice import gathered_in_float8, scale_count, shares, unknown_patterns
-from shardwise.plan.schedule import make_schedule
-from shardwise.plan.timeline import PreparedSchedule, prepare_schedule
-from shardwise.plan.timeline import play as play_through
+from shardwise.plans.dtypes import Dtypes
+from shardwise.plans.float8_choice import gathered_in_float8, scale_count, shares, unknown_patterns
+from shardwise.plans.schedule import make_schedule
+from shardwise.plans.timeline import PreparedSchedule, prepare_schedule
+from shardwise.plans.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
 BESIDE_DATA = tuple(axis for axis in AXES if axis != "data")

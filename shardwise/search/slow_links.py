@@ -33,7 +33,7 @@ from shardwise.cost.price import is_of_weights
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Space, Workload
 from shardwise.cost.traffic import flows
-from shardwise.plan.grid import devices
+from shardwise.plans.grid import devices
 from shardwise.search.requirements import wire_bytes
 from shardwise.search.search import NEAR, SearchResult
 

@@ -20,8 +20,8 @@ from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import Json
 from shardwise.observe.format import format_count
-from shardwise.plan.flops import flops_per_token
-from shardwise.plan.step_terms import COMPUTING
+from shardwise.plans.flops import flops_per_token
+from shardwise.plans.step_terms import COMPUTING
 from shardwise.plurals import counted
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints

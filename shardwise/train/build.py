@@ -48,7 +48,7 @@ from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
 from shardwise.parallel import ParallelModel, draw_weights, parallelise
 from shardwise.parallel.placement import assign, local_slices
-from shardwise.plan import ModelSpec, Plan
+from shardwise.plans import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
 from shardwise.train.resume import checkpoint_folder

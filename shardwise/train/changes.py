@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from shardwise.checkpoint import Manifest
 from shardwise.config import Config, Train
-from shardwise.plan.learning_rate import learning_rate, turns
+from shardwise.plans.learning_rate import learning_rate, turns
 
 MOST_COMPARED = 10_000
 """About how many steps two schedules are compared at (up to twice as many), while other ranks wait."""

@@ -36,7 +36,7 @@ from shardwise.errors import UserError
 from shardwise.models import IGNORED, attention_backends
 from shardwise.models.user_module import WHAT_TO_RETURN
 from shardwise.parallel import build_plain
-from shardwise.plan import ModelSpec
+from shardwise.plans import ModelSpec
 from shardwise.train.build import Training
 
 CLOSE = 0.05

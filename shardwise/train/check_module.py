@@ -36,7 +36,7 @@ from shardwise.models.user_module import accepted_arguments, name_of
 from shardwise.parallel import build_plain
 from shardwise.parallel.tables import EMBEDDINGS, table_of
 from shardwise.parallel.tensor import missing_entry, role_problem
-from shardwise.plan import ModelSpec
+from shardwise.plans import ModelSpec
 from shardwise.plurals import counted
 
 AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -12,9 +12,9 @@ from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import DTYPES
-from shardwise.plan import COPIES, ModelSpec, Plan, simulate
-from shardwise.plan.float8_choice import idle_float8, multiplied_in_float32
-from shardwise.plan.grid import describe_degrees
+from shardwise.plans import COPIES, ModelSpec, Plan, simulate
+from shardwise.plans.float8_choice import idle_float8, multiplied_in_float32
+from shardwise.plans.grid import describe_degrees
 from shardwise.plurals import counted
 from shardwise.train.build import Training
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.errors import RunFailed
 from shardwise.optim import local
 from shardwise.parallel.placement import local_slices
-from shardwise.plan.learning_rate import learning_rate
+from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
 
 CHUNK = 1 << 24

@@ -39,7 +39,7 @@ from shardwise.mesh import local_gpus
 from shardwise.models import CachedLogits, NextLogits, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
-from shardwise.plan import ModelSpec
+from shardwise.plans import ModelSpec
 from shardwise.plurals import counted
 
 GENERATION_CONFIG = "generation_config.json"

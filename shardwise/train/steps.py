@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim import global_norm, update
-from shardwise.plan.learning_rate import learning_rate
+from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.float8_check import Float8Check
 from shardwise.train.guard import check_copies, check_gradients

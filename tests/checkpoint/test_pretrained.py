@@ -30,7 +30,7 @@ from shardwise.data.tokenizer import file_fingerprint
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import parse_toml
 from shardwise.library.check_job import checks_of_proof, weights_problems
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.train.build import build, keep_files, save, start_from_pretrained
 from shardwise.train.resume import checkpoint_folder
 from shardwise.train.steps import steps

@@ -20,10 +20,10 @@ from shardwise.config import from_tables
 from shardwise.errors import UserError
 from shardwise.library import drill_job as library
 from shardwise.library.drill_job import drill_job
-from shardwise.plan import Dtypes
-from shardwise.verify.compare_runs import TOLERANCE, RunComparison
-from shardwise.verify.disturbed_run import Baseline
-from shardwise.verify.drill import DrillResult, _prepared
+from shardwise.plans import Dtypes
+from shardwise.proof.compare_runs import TOLERANCE, RunComparison
+from shardwise.proof.disturbed_run import Baseline
+from shardwise.proof.drill import DrillResult, _prepared
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]

@@ -20,7 +20,7 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import read
 from shardwise.parallel import build_plain
-from shardwise.plan import ModelSpec
+from shardwise.plans import ModelSpec
 from shardwise.train.check_module import check_first_values
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]

@@ -19,7 +19,7 @@ import pytest
 
 from shardwise.config import RANK_AXES
 from shardwise.library.plan_page import AXIS_COLOURS, CANDIDATES, MEMORY_COLOURS, TERM_COLOURS, render_page
-from shardwise.plan import make_schedule, simulate
+from shardwise.plans import make_schedule, simulate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LIMIT = 72.0

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.config.schedules import SCHEDULES
 from shardwise.library.draw_schedule import COLOURS, draw_svg, draw_text, summary
-from shardwise.plan import make_schedule, simulate
+from shardwise.plans import make_schedule, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

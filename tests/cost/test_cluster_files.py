@@ -15,7 +15,7 @@ from shardwise.cost.clusters import CLUSTERS, DEVICES, named, requested_cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Workload, space_of
 from shardwise.errors import ConfigError, UserError
-from shardwise.plan.step_terms import TERMS
+from shardwise.plans.step_terms import TERMS
 from shardwise.search.search import offloads
 from shardwise.units import GIB
 

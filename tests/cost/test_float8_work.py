@@ -20,8 +20,8 @@ from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Space, Workload, space_of
 from shardwise.cost.traffic import flows
-from shardwise.plan.chunks import chunk_tokens
-from shardwise.plan.flops import matmul_weights
+from shardwise.plans.chunks import chunk_tokens
+from shardwise.plans.flops import matmul_weights
 from shardwise.search.search import workload_of
 
 PEAK = 1e15

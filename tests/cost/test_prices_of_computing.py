@@ -16,7 +16,7 @@ from shardwise.cost.footprint import hold
 from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import RECOMPUTE, Workload, space_of
-from shardwise.plan.flops import flops_per_token, matmul_weights
+from shardwise.plans.flops import flops_per_token, matmul_weights
 
 PEAK = 1e15
 H100S = named("h100x8")

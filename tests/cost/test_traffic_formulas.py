@@ -17,8 +17,8 @@ from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.flow import Flow
 from shardwise.cost.space import AT_ONCE, RECOMPUTE, Space, Workload, space_of
 from shardwise.cost.traffic import flows, totals
-from shardwise.plan import make_schedule, stage_blocks
-from shardwise.plan.grid import devices
+from shardwise.plans import make_schedule, stage_blocks
+from shardwise.plans.grid import devices
 
 EVEN = Model(layers=8, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256)
 EXPERTS = Model(

@@ -179,7 +179,9 @@ def test_only_one_module_reads_the_environment() -> None:
 
 
 def test_config_and_plan_work_without_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; import shardwise.config, shardwise.plan; print('fine')"
+    script = (
+        "import sys; sys.modules['torch'] = None; import shardwise.config, shardwise.plans; print('fine')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -77,9 +77,9 @@ RUN_BY = {
     "cost.stage_blocks": "parallel/test_predictions.py",
     "cost.step_flows": "cost/test_traffic_formulas.py",
     "cost.weight_flows": "cost/test_traffic_formulas.py",
-    "plan.compilation": "train/test_header.py",
-    "plan.sharding": "parallel/test_placements.py",
-    "plan.slices": "parallel/test_planned_slices.py",
+    "plans.compilation": "train/test_header.py",
+    "plans.sharding": "parallel/test_placements.py",
+    "plans.slices": "parallel/test_planned_slices.py",
     "search.fits": "search/test_requirements.py",
     # A run is made and disturbed, and its records are read.
     "observe.compare_prediction": "observe/test_compare_prediction.py",
@@ -93,8 +93,8 @@ RUN_BY = {
     "train.non_finite": "train/test_non_finite.py",
     "train.record": "train/test_logs.py",
     "train.votes": "train/test_saves_and_checks.py",
-    "verify.random_text": "verify/test_proof_rows.py",
-    "verify.sabotage": "cli/test_verify_command.py",
+    "proof.random_text": "verify/test_proof_rows.py",
+    "proof.sabotage": "cli/test_verify_command.py",
 }
 """Modules that no test imports by name, each with a test that runs it."""
 

@@ -28,7 +28,7 @@ from shardwise.config import Observe, from_tables, to_toml
 from shardwise.cost.clusters import requested_cluster
 from shardwise.observe import open_sinks, render, summarise
 from shardwise.observe.records import to_json
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.search.forecast import forecast
 from shardwise.search.interval import advise
 

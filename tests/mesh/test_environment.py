@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardwise.errors import UserError
 from shardwise.mesh import ALONE, LaunchMode, Node, Worker, launch_mode, worker_environment
 from shardwise.mesh.environment import first_host, threads_of_worker
-from shardwise.verify.train_commands import LAUNCHERS
+from shardwise.proof.train_commands import LAUNCHERS
 
 TORCHRUN = {
     "RANK": "5",

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.mesh import Worker, abandon, leave, nccl, peer_is_gone
 from shardwise.mesh.mesh import _prepare_nccl, _rendezvous
-from shardwise.verify.delays import DelayedCollectives
+from shardwise.proof.delays import DelayedCollectives
 
 Ranks = Callable[[int], Pool]
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.models.loss import ROUND_ROWS, linear_cross_entropy
-from shardwise.plan.chunks import chunk_tokens
+from shardwise.plans.chunks import chunk_tokens
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 29
 

@@ -24,11 +24,11 @@ from shardwise.optim import make_optimizer, update
 from shardwise.optimizers import SGD, AdamW, Lion, Optimizer
 from shardwise.optimizers.base import NORM_NUMBERS
 from shardwise.parallel.placement import local_slices
-from shardwise.plan import choose
+from shardwise.plans import choose
+from shardwise.proof.plain_torch import check_known
+from shardwise.proof.prove import prove
 from shardwise.search.interval import plan_checkpoints
 from shardwise.search.search import workload_of
-from shardwise.verify.plain_torch import check_known
-from shardwise.verify.prove import prove
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 TABLES = ("embedding.weight", "positions.weight")

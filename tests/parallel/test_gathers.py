@@ -19,8 +19,8 @@ from shardwise.config import Layout, from_tables
 from shardwise.config.compression import is_compressed
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
-from shardwise.plan import choose, fit
-from shardwise.verify.shrink import shrink
+from shardwise.plans import choose, fit
+from shardwise.proof.shrink import shrink
 
 Ranks = Callable[[int], Pool]
 ROWS: list[tuple[str, dict[str, Any]]] = [

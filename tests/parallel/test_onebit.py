@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
-from shardwise.plan.learning_rate import learning_rate
+from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 

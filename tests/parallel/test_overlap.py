@@ -19,7 +19,7 @@ from shardwise.comm import CountedReduceScatter
 from shardwise.config import Model, from_tables
 from shardwise.config.parameters import parameter_shapes
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.train.build import Training, build
 from shardwise.train.steps import steps
 

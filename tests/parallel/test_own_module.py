@@ -25,7 +25,7 @@ from shardwise.mesh import Worker
 from shardwise.models import initial_value
 from shardwise.optim import local
 from shardwise.parallel import build_plain
-from shardwise.plan import ModelSpec, Plan, StateBytes, choose
+from shardwise.plans import ModelSpec, Plan, StateBytes, choose
 from shardwise.search.planner import Planner
 from shardwise.train.build import build, restore, save
 from shardwise.train.check_loss import check_summed_loss

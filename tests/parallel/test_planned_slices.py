@@ -13,7 +13,7 @@ from ranks.pool import Pool
 from shardwise.config import from_tables
 from shardwise.mesh import Worker
 from shardwise.optim import local
-from shardwise.plan import choose
+from shardwise.plans import choose
 
 
 def shapes(worker: Worker, tables: Tables) -> dict[str, list[int]]:

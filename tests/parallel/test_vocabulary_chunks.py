@@ -13,7 +13,7 @@ from ranks.pool import Pool
 from ranks.truth import EXACT
 
 from shardwise.mesh import Worker
-from shardwise.plan.chunks import CHUNK_BYTES
+from shardwise.plans.chunks import CHUNK_BYTES
 from shardwise.train.steps import StepRecord, steps
 
 VOCABULARY, VALUE_BYTES = 259, 8

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shardwise.config import Config, Layout, Train, from_tables
 from shardwise.config.parameters import ModuleParameters
 from shardwise.errors import ConfigError
-from shardwise.plan import OriginalJob, Plan, choose, fit
-from shardwise.plan.memory import state_bytes
+from shardwise.plans import OriginalJob, Plan, choose, fit
+from shardwise.plans.memory import state_bytes
 
 
 def job(**layout: object) -> Config:

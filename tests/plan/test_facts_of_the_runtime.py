@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from shardwise.config import RANK_AXES, Layout, borrowed_devices, can_borrow
 from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.space import Space, space_of
-from shardwise.plan.chunks import CHUNK_BYTES, chunk_tokens, largest_part
-from shardwise.plan.engine import engine_of, shares_weights
-from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, members
+from shardwise.plans.chunks import CHUNK_BYTES, chunk_tokens, largest_part
+from shardwise.plans.engine import engine_of, shares_weights
+from shardwise.plans.grid import JOINED_AXES, devices, grid_dims, members
 
 FEW = st.sampled_from([1, 1, 2, 3, 4])
 ROWS = st.fixed_dictionaries(

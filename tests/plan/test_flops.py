@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.config import Model
 from shardwise.models import Transformer, initialise
-from shardwise.plan.flops import flops_per_token, matmul_weights
+from shardwise.plans.flops import flops_per_token, matmul_weights
 
 SHAPES = {
     "llama": {"kv_heads": 2, "tied": True},

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Train
-from shardwise.plan.learning_rate import learning_rate
+from shardwise.plans.learning_rate import learning_rate
 
 TRAIN = Train(steps=110, warmup=10, learning_rate=4.0, final_learning_rate=0.25)
 

@@ -8,7 +8,7 @@ import pytest
 from shardwise.config import Layout, splits_backward, stages_per_rank
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, is_in_a_v, is_interleaved
 from shardwise.cost.space import space_of
-from shardwise.plan import Schedule, make_schedule, peak_in_flight
+from shardwise.plans import Schedule, make_schedule, peak_in_flight
 
 SIZES = [(ranks, micro_batches) for ranks in (2, 3, 4, 6) for micro_batches in (1, 2, 5, 24)]
 

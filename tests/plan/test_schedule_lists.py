@@ -14,8 +14,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from shardwise.config import Layout
 from shardwise.config.schedules import SCHEDULES
 from shardwise.errors import ConfigError
-from shardwise.plan import Action, Schedule, make_schedule
-from shardwise.plan.schedule import check, problems_of
+from shardwise.plans import Action, Schedule, make_schedule
+from shardwise.plans.schedule import check, problems_of
 
 names = st.sampled_from(SCHEDULES)
 ranks_ = st.integers(1, 8)

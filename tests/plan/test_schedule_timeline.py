@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.schedules import SCHEDULES
-from shardwise.plan import Timeline, make_schedule, peak_in_flight, simulate
+from shardwise.plans import Timeline, make_schedule, peak_in_flight, simulate
 
 SIZES = [(1, 3), (2, 2), (2, 7), (4, 4), (4, 8), (4, 9), (8, 8), (8, 24), (7, 23)]
 COSTS = [(1, 1, 1), (2, 2, 1), (2, 3, 2), (4, 5, 3), (3, 3, 2)]

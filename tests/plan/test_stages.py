@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import PRESETS, Model
 from shardwise.errors import ConfigError
-from shardwise.plan import block_costs, cut, flops_per_token, stage_blocks, stage_costs
+from shardwise.plans import block_costs, cut, flops_per_token, stage_blocks, stage_costs
 
 
 def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.config import Config, from_tables
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.train.build import Training, build
 from shardwise.train.steps import StepRecord, steps
 

@@ -25,7 +25,7 @@ from shardwise.cost.space import space_of_layout
 from shardwise.cost.traffic import flows, totals
 from shardwise.mesh import Worker
 from shardwise.optim import local
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.search.search import workload_of
 from shardwise.train.build import Training
 from shardwise.train.steps import steps

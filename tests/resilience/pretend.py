@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from shardwise.config import from_tables
 from shardwise.errors import RunFailed
-from shardwise.plan import Plan, choose
+from shardwise.plans import Plan, choose
 from shardwise.resilience.stopping import RESUME_ME
 from shardwise.resilience.team import Team
 from shardwise.resilience.worker_link import HostLink

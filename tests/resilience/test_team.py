@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pretend import plan_for
 
-from shardwise.plan import Plan
+from shardwise.plans import Plan
 from shardwise.resilience import team as team_module
 from shardwise.resilience.channel import LINE_BYTES, Channel
 from shardwise.resilience.team import (

@@ -22,7 +22,7 @@ from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Array, Space, Workload, space_of
 from shardwise.cost.traffic import flows
-from shardwise.plan.schedule import rank_of_stage
+from shardwise.plans.schedule import rank_of_stage
 from shardwise.search.candidates import candidates
 from shardwise.search.search import play, workload_of
 

@@ -22,10 +22,10 @@ from shardwise.cost.footprint import footprint, hold
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import RECOMPUTE, Space, space_of
-from shardwise.plan import choose
-from shardwise.plan.memory import state_bytes
-from shardwise.plan.schedule import make_schedule
-from shardwise.plan.timeline import play, prepare_schedule, simulate
+from shardwise.plans import choose
+from shardwise.plans.memory import state_bytes
+from shardwise.plans.schedule import make_schedule
+from shardwise.plans.timeline import play, prepare_schedule, simulate
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.search import SearchResult, search, workload_of
 from shardwise.search.search import play as play_pipelines

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.checkpoint import Manifest
 from shardwise.config import Config, Train, from_tables
-from shardwise.plan.learning_rate import learning_rate
+from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.changes import changes
 
 TRAIN = {"steps": 100, "global_batch": 8, "warmup": 10, "learning_rate": 1e-3}

@@ -18,8 +18,8 @@ from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8_products import Float8Product, Scale, ScaledProduct
 from shardwise.observe.render_report import render
 from shardwise.observe.summary import summarise
-from shardwise.plan import choose
-from shardwise.plan.float8_choice import in_float8, multiplied_in_float32, scale_count, unfit
+from shardwise.plans import choose
+from shardwise.plans.float8_choice import in_float8, multiplied_in_float32, scale_count, unfit
 from shardwise.search.search import workload_of
 from shardwise.train.build import Training, save
 from shardwise.train.describe import _slow_products, describe_run
@@ -111,7 +111,7 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
         "of the last update"
     )
     assert torch.equal(transposed.T.float(), kept.float())
-    monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
+    monkeypatch.setattr("shardwise.plans.plan.casts_once", lambda *_: False)
     in_each = training(corpus, model)
     assert [step.loss for step in steps(in_each)] == losses
     assert not in_each.parallel.scales.cast_once
@@ -125,7 +125,7 @@ def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cas
     compiled blocks."""
     model = {**MODEL, "layers": 1}
     losses = [step.loss for step in steps(training(corpus, model, steps=2, compile=True))]
-    monkeypatch.setattr("shardwise.plan.plan.casts_once", lambda *_: False)
+    monkeypatch.setattr("shardwise.plans.plan.casts_once", lambda *_: False)
     assert [step.loss for step in steps(training(corpus, model, steps=2, compile=True))] == losses
 
 

@@ -19,11 +19,11 @@ from shardwise.config import from_tables
 from shardwise.drivers.local import LocalRank
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plans import choose
+from shardwise.proof.plain_torch import Rows, train_plainly
 from shardwise.train.build import Training, build, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.steps import StepRecord, steps
-from shardwise.verify.plain_torch import Rows, train_plainly
 
 GROUPS, STEPS = 2, 11
 Weights = dict[str, Tensor]

@@ -14,7 +14,7 @@ from ranks.pool import Pool
 from shardwise.checkpoint import checkpoints
 from shardwise.config import from_tables
 from shardwise.errors import RunFailed
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.build import restore
 from shardwise.train.run import run

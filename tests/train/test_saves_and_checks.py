@@ -11,7 +11,7 @@ from ranks.pool import Pool
 
 from shardwise.config import from_tables
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.resilience.worker_link import WorkerLink
 from shardwise.resilience.worker_messages import Phase
 from shardwise.train.build import save

@@ -12,7 +12,7 @@ from ranks.pool import Pool
 from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import from_tables
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plans import choose
 from shardwise.resilience.worker_link import WorkerLink
 from shardwise.train.run import run
 from shardwise.train.steps import steps

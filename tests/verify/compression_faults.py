@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.codecs.blocks import BlockCodec
 from shardwise.comm.weight_gathers import EncodedGather, SecondaryShard
-from shardwise.verify.compressed_step import measure_compressed
+from shardwise.proof.compressed_step import measure_compressed
 
 
 def residual_forgotten(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """Layouts that are broken the way real ones have been: workers run these in place of the honest tasks.
 
-`layout_faults:measured_FAULT` compares as verify/compare_layout.py does, `layout_faults:traced_FAULT` as
-verify/trace_modules.py, each with the fault in place on every rank, and mended again after: the reference is
+`layout_faults:measured_FAULT` compares as proof/compare_layout.py does, `layout_faults:traced_FAULT` as
+proof/trace_modules.py, each with the fault in place on every rank, and mended again after: the reference is
 traced in the same process.
 """
 
@@ -24,9 +24,9 @@ from shardwise.models import loss as chunked_loss
 from shardwise.models.torch_dtypes import wide
 from shardwise.parallel import blockwise, parallel_model, ring
 from shardwise.parallel import tensor as parallel_tensor
+from shardwise.proof import compare_layout, sum_dtypes, trace_modules
 from shardwise.train import evaluate
 from shardwise.train.build import Training
-from shardwise.verify import compare_layout, sum_dtypes, trace_modules
 
 Replace = Callable[[Any, str, Any], None]
 

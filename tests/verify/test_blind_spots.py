@@ -14,8 +14,8 @@ import pytest
 from ranks.jobs import LLAMA
 
 from shardwise.config import Config, from_tables
-from shardwise.verify import prove as proving
-from shardwise.verify.prove import prove
+from shardwise.proof import prove as proving
+from shardwise.proof.prove import prove
 
 MODEL = {**LLAMA, "heads": 4, "kv_heads": 2, "hidden": 24, "layers": 1}
 EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 20}

@@ -8,8 +8,8 @@ import pytest
 from ranks.jobs import LLAMA, job
 
 from shardwise.config import from_tables
-from shardwise.verify import prove as proving
-from shardwise.verify.prove import ProofResult, prove
+from shardwise.proof import prove as proving
+from shardwise.proof.prove import ProofResult, prove
 
 MODEL = {**LLAMA, "hidden": 64, "layers": 1}
 

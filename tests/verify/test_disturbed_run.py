@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 
 from shardwise.config import from_tables
-from shardwise.verify import disturbed_run
-from shardwise.verify.disturbed_run import Baseline, DisturbedRun, NotSurvived
-from shardwise.verify.drill_faults import Damage
-from shardwise.verify.train_commands import TrainCommands
+from shardwise.proof import disturbed_run
+from shardwise.proof.disturbed_run import Baseline, DisturbedRun, NotSurvived
+from shardwise.proof.drill_faults import Damage
+from shardwise.proof.train_commands import TrainCommands
 
 
 class Silent:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.verify import drill_faults
-from shardwise.verify.drill_faults import KINDS, SPACING, FullDisk, Kind, flip, schedule
+from shardwise.proof import drill_faults
+from shardwise.proof.drill_faults import KINDS, SPACING, FullDisk, Kind, flip, schedule
 
 FOUR: list[Kind] = ["kill", "hang", "corrupt", "term"]
 

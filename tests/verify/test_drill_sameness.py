@@ -15,7 +15,7 @@ import torch
 from shardwise.checkpoint import Manifest
 from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import write_checkpoint
-from shardwise.verify.compare_runs import compare_runs
+from shardwise.proof.compare_runs import compare_runs
 
 STEPS = 12
 Records = list[dict[str, Any]]

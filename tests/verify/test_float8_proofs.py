@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import from_tables
-from shardwise.verify.prove import prove
+from shardwise.proof.prove import prove
 
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 48, "vocabulary": 259}
 EXPERTS = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 32, "shared_experts": 1}

@@ -11,7 +11,7 @@ import pytest
 from ranks.jobs import FAMILIES
 
 from shardwise.config import from_tables
-from shardwise.verify.prove import prove
+from shardwise.proof.prove import prove
 
 LENGTH = 128
 

@@ -15,13 +15,13 @@ import typer
 from shardwise.cli import verify as command
 from shardwise.config import Config, read
 from shardwise.errors import UserError
-from shardwise.verify import prove as proving
-from shardwise.verify.diagnose import diagnose
-from shardwise.verify.proof_job import prepare_proof
-from shardwise.verify.proof_rows import Reached
-from shardwise.verify.prove import prove
-from shardwise.verify.rank_reports import ModuleDifference, RankReport, RankTrace, Reference, SliceComparison
-from shardwise.verify.verdict import QuantityError, Verdict, judge
+from shardwise.proof import prove as proving
+from shardwise.proof.diagnose import diagnose
+from shardwise.proof.proof_job import prepare_proof
+from shardwise.proof.proof_rows import Reached
+from shardwise.proof.prove import prove
+from shardwise.proof.rank_reports import ModuleDifference, RankReport, RankTrace, Reference, SliceComparison
+from shardwise.proof.verdict import QuantityError, Verdict, judge
 
 ROOT = Path(__file__).parents[2]
 OWN = (ROOT / "examples" / "own_model.py").read_text()

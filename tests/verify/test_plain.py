@@ -23,14 +23,14 @@ from shardwise.errors import UserError
 from shardwise.models import experts, transformer
 from shardwise.models import rotary as our_rotary
 from shardwise.optim import make_optimizer
+from shardwise.proof import compare_layout, plain_torch
+from shardwise.proof.diagnose import SHARED, Diagnosis, diagnose_shared
+from shardwise.proof.proof_job import prepare_proof
+from shardwise.proof.prove import prove
+from shardwise.proof.verdict import Verdict, judge
 from shardwise.train import build as building
 from shardwise.train import evaluate, sources
 from shardwise.train import steps as stepping
-from shardwise.verify import compare_layout, plain_torch
-from shardwise.verify.diagnose import SHARED, Diagnosis, diagnose_shared
-from shardwise.verify.proof_job import prepare_proof
-from shardwise.verify.prove import prove
-from shardwise.verify.verdict import Verdict, judge
 
 LLAMA = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 50, "vocabulary": 259,
 "rope_theta": 100.0,

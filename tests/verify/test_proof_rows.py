@@ -12,8 +12,8 @@ from ranks.jobs import LLAMA
 from shardwise.config import from_tables
 from shardwise.data import Dataset
 from shardwise.data.dataset import IGNORED
-from shardwise.verify.proof_job import ProofJob, prepare_proof
-from shardwise.verify.proof_rows import ProofDataset, what_is_reached
+from shardwise.proof.proof_job import ProofJob, prepare_proof
+from shardwise.proof.proof_rows import ProofDataset, what_is_reached
 
 
 def proof_of(source: str, layout: dict[str, Any], reset: bool = True, **train: Any) -> ProofJob:

@@ -11,9 +11,9 @@ from ranks.jobs import GPT, LLAMA
 
 from shardwise.config import Config, from_tables
 from shardwise.errors import RunFailed, UserError
-from shardwise.verify import prove as proving
-from shardwise.verify.proof_job import prepare_proof
-from shardwise.verify.prove import ProofResult, prove
+from shardwise.proof import prove as proving
+from shardwise.proof.proof_job import prepare_proof
+from shardwise.proof.prove import ProofResult, prove
 
 MODEL = {**LLAMA, "heads": 4, "kv_heads": 2, "hidden": 24}
 EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "shared_experts": 1,

@@ -9,7 +9,7 @@ from ranks.jobs import FAMILIES, Tables, job, start
 from ranks.pool import Pool
 
 from shardwise.mesh import Worker
-from shardwise.verify.compare_layout import reductions
+from shardwise.proof.compare_layout import reductions
 
 
 def of_the_embedding(worker: Worker, tables: Tables) -> dict[str, int] | None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from shardwise.config import AXES, PRESETS, Config, context_attention, from_tables, read, to_toml
 from shardwise.config.parameters import count
 from shardwise.data import Dataset, check_vocabulary
-from shardwise.plan import choose, make_schedule, stage_blocks
-from shardwise.verify.proof_job import prepare_proof
-from shardwise.verify.shrink import shrink
+from shardwise.plans import choose, make_schedule, stage_blocks
+from shardwise.proof.proof_job import prepare_proof
+from shardwise.proof.shrink import shrink
 
 KEPT = {
     "model": ("norm", "positions", "qk_norm", "window_layers", "activation", "bias", "tied", "router",

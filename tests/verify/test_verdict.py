@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.verify.rank_reports import Key, RankReport, Reference, SliceComparison
-from shardwise.verify.verdict import Verdict, judge
+from shardwise.proof.rank_reports import Key, RankReport, Reference, SliceComparison
+from shardwise.proof.verdict import Verdict, judge
 
 SHAPE = (4, 2)
 SQUARE = 8.0

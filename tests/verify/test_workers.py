@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import RunFailed, UserError
-from shardwise.verify.proof_workers import Workers
+from shardwise.proof.proof_workers import Workers
 
 
 def test_workers_answer_in_rank_order_with_one_thread_each() -> None:
@@ -40,7 +40,7 @@ def test_a_script_without_a_guard_can_use_them(tmp_path: Path) -> None:
     """Multiprocessing would run the script again in each of them, and so start them without end."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from shardwise.verify.proof_workers import Workers\n"
+        "from shardwise.proof.proof_workers import Workers\n"
         "with Workers(2) as workers:\n"
         "    print([answer[1] for answer in workers.run('worker_tasks:introduce', 'a')])\n"
     )

@@ -27,7 +27,7 @@ from shardwise.mesh import Worker, join
 from shardwise.optim import local
 from shardwise.parallel import parallelise
 from shardwise.parallel.holdings import Slices, describe, rank_slices
-from shardwise.plan import Plan, choose
+from shardwise.plans import Plan, choose
 
 HERE = Path(__file__).parent
 TRAIN = {"global_batch": 48, "micro_batch": 1}

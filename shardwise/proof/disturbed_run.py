@@ -21,9 +21,9 @@ from shardwise.files import Json
 from shardwise.observe import newest, read_events, read_metrics
 from shardwise.observe.records import Record
 from shardwise.plurals import counted
+from shardwise.proof.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
+from shardwise.proof.train_commands import TrainCommands
 from shardwise.resilience.stopping import RESUME_ME
-from shardwise.verify.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
-from shardwise.verify.train_commands import TrainCommands
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 30.0

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 
 from shardwise.files import Json
 from shardwise.plurals import listed
-from shardwise.verify.rank_reports import (
+from shardwise.proof.rank_reports import (
     HELD_OUT,
     LOAD,
     ModuleDifference,
@@ -46,7 +46,7 @@ from shardwise.verify.rank_reports import (
     RankTrace,
     SliceComparison,
 )
-from shardwise.verify.verdict import EXACT, QuantityError, Verdict, finite
+from shardwise.proof.verdict import EXACT, QuantityError, Verdict, finite
 
 SUMMED_AXES = ("tensor", "context", "data", "replica", "expert")
 """Axes over which activations or their gradients may be summed."""

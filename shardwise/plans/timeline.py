@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from shardwise.plan.schedule import Action, Kind, Schedule, in_order, waits_for
+from shardwise.plans.schedule import Action, Kind, Schedule, in_order, waits_for
 
 Cost = float | Sequence[float]
 """One cost for all stages, or one per stage."""

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from shardwise.config import Layout, Model, Train
 from shardwise.config.schedules import Numbers
-from shardwise.plan.engine import Engine
-from shardwise.plan.sharding import transformer_sharding
+from shardwise.plans.engine import Engine
+from shardwise.plans.sharding import transformer_sharding
 
 MULTIPLE = 16
 """Number that must divide every size of a GPU's float8 products."""

@@ -20,13 +20,13 @@ from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.dtype_names import BYTES
 from shardwise.files import Json, parse_as, read_bytes
 from shardwise.optimizers import Optimizer, from_table
-from shardwise.plan.compilation import why_not_compiled
-from shardwise.plan.engine import Engine, engine_of
-from shardwise.plan.float8_choice import casts_once
-from shardwise.plan.flops import FLOP_CONVENTION
-from shardwise.plan.memory import StateBytes
-from shardwise.plan.model_spec import ModelSpec
-from shardwise.plan.slices import parameter_slices
+from shardwise.plans.compilation import why_not_compiled
+from shardwise.plans.engine import Engine, engine_of
+from shardwise.plans.float8_choice import casts_once
+from shardwise.plans.flops import FLOP_CONVENTION
+from shardwise.plans.memory import StateBytes
+from shardwise.plans.model_spec import ModelSpec
+from shardwise.plans.slices import parameter_slices
 from shardwise.units import GIB
 
 DEFAULT = "the default"
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def engine(self) -> Engine:
-        """How devices with the same weights keep them equal (plan/engine.py)."""
+        """How devices with the same weights keep them equal (plans/engine.py)."""
         engine = engine_of(self.layout, self.model.shape.experts)
         return engine.without_copies() if self.one_copy else engine
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardwise.config.schedules import Numbers, Pipeline, splits_backward
-from shardwise.plan.grid import Degrees, expert_shards
+from shardwise.plans.grid import Degrees, expert_shards
 
 MAX_DEFERRED_SUMS = 4
 """Number of units whose gradients CPU workers sum at the same time, during the backward pass."""

@@ -24,7 +24,7 @@ copies of the weights in the computing dtype, which backward needs (c P at the e
 bfloat16). With sharding they are the gathered units and the buffers of one unit.
 `python benchmarks/memory.py` measures both.
 
-P and P/N stand for counts weight by weight (plan/slices.py). ZeRO pads rows until they divide, so gathered
+P and P/N stand for counts weight by weight (plans/slices.py). ZeRO pads rows until they divide, so gathered
 weights and shards are a little larger than P and P/N. Routers of experts are gathered in r bytes. If FSDP2
 runs on shards of one device (zero = 0 beside other axes), gradients wait for the last micro-batch in r bytes.
 With these corrections the table is exact to the byte (tests/parallel/test_predictions.py).
@@ -39,12 +39,12 @@ from shardwise.config.compression import SumCompression
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import ModuleParameters
 from shardwise.config.schedules import Numbers
-from shardwise.plan.cut_stages import stage_blocks
-from shardwise.plan.dtypes import Dtypes
-from shardwise.plan.engine import engine_of
-from shardwise.plan.grid import expert_shards
-from shardwise.plan.schedule import rank_of_stage
-from shardwise.plan.slices import Part, parts_of, with_peers
+from shardwise.plans.cut_stages import stage_blocks
+from shardwise.plans.dtypes import Dtypes
+from shardwise.plans.engine import engine_of
+from shardwise.plans.grid import expert_shards
+from shardwise.plans.schedule import rank_of_stage
+from shardwise.plans.slices import Part, parts_of, with_peers
 
 
 @dataclass(frozen=True)

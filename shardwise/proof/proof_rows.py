@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from shardwise.data import Dataset, Rows
 from shardwise.data.dataset import IGNORED, rows_of
 from shardwise.files import Json
-from shardwise.plan.chunks import largest_part
-from shardwise.verify.proof_job import ProofJob
+from shardwise.plans.chunks import largest_part
+from shardwise.proof.proof_job import ProofJob
 
 FREQUENT = 4
 """One token in this many is the frequent one."""

@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 from shardwise._torch import DispatchMode, Operator, delay_stream
-from shardwise.verify.sum_dtypes import call_operator
+from shardwise.proof.sum_dtypes import call_operator
 
 
 class DelayedCollectives(DispatchMode):  # type: ignore[no-untyped-call]

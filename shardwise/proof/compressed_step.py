@@ -32,10 +32,10 @@ from shardwise.checkpoint.state_key import StateKind
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.parallel.placement import local_slices
+from shardwise.proof.compare_layout import build_proof, watch
+from shardwise.proof.proof_job import ProofJob
+from shardwise.proof.rank_reports import CompressedReport, Reference
 from shardwise.train.build import Training
-from shardwise.verify.compare_layout import build_proof, watch
-from shardwise.verify.proof_job import ProofJob
-from shardwise.verify.rank_reports import CompressedReport, Reference
 
 
 def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: Reference) -> CompressedReport:

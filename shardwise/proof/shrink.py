@@ -39,8 +39,8 @@ from shardwise.config import (
 from shardwise.config.layout_rules import heads_divide_over_context, splits_evenly, splits_or_repeats
 from shardwise.config.parameters import count
 from shardwise.files import Json
-from shardwise.plan import flops_per_token, micro_batch_size
-from shardwise.verify.random_text import can_use_own_data, with_random_text
+from shardwise.plans import flops_per_token, micro_batch_size
+from shardwise.proof.random_text import can_use_own_data, with_random_text
 
 Properties = tuple[bool, ...]
 """Yes-or-no statements about a job, the most important first."""

@@ -5,8 +5,8 @@ The model is cut into stages and the batch into micro-batches. For every pair of
 which the stage before is waiting, and the gradient of its weights (W), which can fill a gap because no stage
 waits for it. A rank runs its list in order and waits for inputs that have not arrived. These waits are the
 *bubble*. All schedules do the same work and give the same gradients. They differ in the bubble, and in the
-number of activations that a rank must keep (`plan/timeline.py` counts both). With p ranks, m micro-batches, v
-stages per rank, and F, I, W the times of one stage:
+number of activations that a rank must keep (`plans/timeline.py` counts both). With p ranks, m micro-batches,
+v stages per rank, and F, I, W the times of one stage:
 
 | name        | stages a rank | idle time of a rank         | activations kept    | from                     |
 | ----------- | ------------- | --------------------------- | ------------------- | ------------------------ |

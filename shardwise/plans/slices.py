@@ -3,7 +3,7 @@
 The number of parameters divided by the number of devices is not exact. Tensor devices split matrices but keep
 norms whole, and key heads too if there are fewer of them than devices; if rows do not divide, the first
 device has more than the others; ZeRO pads the rows of each weight until they divide. So each weight is
-counted separately, by the sharding table (plan/sharding.py) and the rules of parallel/data.py, for the first
+counted separately, by the sharding table (plans/sharding.py) and the rules of parallel/data.py, for the first
 device, which has most. tests/parallel/test_predictions.py compares this with what ranks hold.
 """
 
@@ -18,10 +18,10 @@ from shardwise.config import Layout, Model
 from shardwise.config.compression import is_compressed
 from shardwise.config.parameters import Shape, parameter_shapes
 from shardwise.config.schedules import Numbers
-from shardwise.plan import sharding
-from shardwise.plan.dtypes import computes_wide
-from shardwise.plan.grid import expert_shards
-from shardwise.plan.sharding import transformer_sharding
+from shardwise.plans import sharding
+from shardwise.plans.dtypes import computes_wide
+from shardwise.plans.grid import expert_shards
+from shardwise.plans.sharding import transformer_sharding
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Part(Counts):
     gathered: Numbers = 0.0
     """Elements after a gather of the shards, with padding."""
     wide: Numbers = 0.0
-    """Elements of `gathered` that are used in the wide dtype (plan/dtypes.py)."""
+    """Elements of `gathered` that are used in the wide dtype (plans/dtypes.py)."""
     compressed: Numbers = 0.0
     """Elements of `gathered` whose gradients may be compressed."""
     compressed_shard: Numbers = 0.0

@@ -41,13 +41,13 @@ from shardwise.models import matches
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import local_slices
-from shardwise.plan import COPIES
+from shardwise.plans import COPIES
+from shardwise.proof.compare_layout import build_proof, watch
+from shardwise.proof.proof_job import ProofJob, Sabotage
+from shardwise.proof.rank_reports import Key, ModuleDifference, RankTrace
+from shardwise.proof.sabotage import apply_sabotage
+from shardwise.proof.verdict import EXACT, LIMIT
 from shardwise.train.build import Training
-from shardwise.verify.compare_layout import build_proof, watch
-from shardwise.verify.proof_job import ProofJob, Sabotage
-from shardwise.verify.rank_reports import Key, ModuleDifference, RankTrace
-from shardwise.verify.sabotage import apply_sabotage
-from shardwise.verify.verdict import EXACT, LIMIT
 
 Outputs = dict[str, list[list[Tensor]]]
 """Tensors that each module returned, or their gradients, by call (one call per micro-batch). An empty tensor

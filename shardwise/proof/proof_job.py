@@ -7,7 +7,7 @@ and a wrong update would not be seen. Blocks are not compiled, and everything ru
 are requested (`run.device`), blocks are compiled if the job says so; the reference is still one CPU process.
 
 Three things are added. Every other row of data is generated to reach cases that the job's text may never
-reach (verify/proof_rows.py). The loss of the layout is cut into a few chunks of tokens, as in large jobs, and
+reach (proof/proof_rows.py). The loss of the layout is cut into a few chunks of tokens, as in large jobs, and
 that of one device is not. The evaluation reads one row more than a global batch.
 """
 
@@ -21,8 +21,8 @@ from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.files import Json
-from shardwise.plan import ModelSpec, Plan, choose
-from shardwise.verify.shrink import Changes, shrink, with_smallest_data
+from shardwise.plans import ModelSpec, Plan, choose
+from shardwise.proof.shrink import Changes, shrink, with_smallest_data
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -30,9 +30,9 @@ ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloa
 ALLOWANCE = 8.0
 """Largest error of a layout in a dtype shorter than float64, as a multiple of one device's rounding error."""
 Against = Literal["one-device", "plain"]
-"""What a layout is compared with: this code on one device, or verify/plain_torch.py."""
+"""What a layout is compared with: this code on one device, or proof/plain_torch.py."""
 Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
-"""Kinds of faults that verify/sabotage.py can inject."""
+"""Kinds of faults that proof/sabotage.py can inject."""
 SCALE = 1.01
 """Factor by which scale-gradient multiplies a gradient."""
 CHUNKS = 3
@@ -158,7 +158,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> Json:
         "decay": 2,
         "compile": train.compile is True and config.run.device == "cuda",
         "check_every": 0,
-        "driver": "synchronous",  # uneven rows are given to devices as a whole (verify/compare_layout.py)
+        "driver": "synchronous",  # uneven rows are given to devices as a whole (proof/compare_layout.py)
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
 

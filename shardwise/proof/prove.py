@@ -22,25 +22,25 @@ from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.errors import UserError
 from shardwise.files import Json
 from shardwise.plurals import counted
-from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
-from shardwise.verify.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
-from shardwise.verify.proof_rows import ProofDataset, Reached, what_is_reached
-from shardwise.verify.proof_workers import Workers
-from shardwise.verify.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
-from shardwise.verify.shrink import Changes
-from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
+from shardwise.proof.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
+from shardwise.proof.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
+from shardwise.proof.proof_rows import ProofDataset, Reached, what_is_reached
+from shardwise.proof.proof_workers import Workers
+from shardwise.proof.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
+from shardwise.proof.shrink import Changes
+from shardwise.proof.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 
 REFER, COMPARE = (
-    "shardwise.verify.compare_layout:write_reference",
-    "shardwise.verify.compare_layout:compare_with_reference",
+    "shardwise.proof.compare_layout:write_reference",
+    "shardwise.proof.compare_layout:compare_with_reference",
 )
-REFER_PLAIN = "shardwise.verify.compare_layout:write_plain_reference"
+REFER_PLAIN = "shardwise.proof.compare_layout:write_plain_reference"
 REFER_TRACE, COMPARE_TRACE = (
-    "shardwise.verify.trace_modules:write_reference_trace",
-    "shardwise.verify.trace_modules:compare_traces",
+    "shardwise.proof.trace_modules:write_reference_trace",
+    "shardwise.proof.trace_modules:compare_traces",
 )
-COMPRESSED = "shardwise.verify.compressed_step:measure_compressed"
-REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sum_dtypes:short_sums"
+COMPRESSED = "shardwise.proof.compressed_step:measure_compressed"
+REFER_SUMS = COMPARE_SUMS = "shardwise.proof.sum_dtypes:short_sums"
 """Tasks of the workers, as "module:function": REFER… writes a reference, COMPARE… compares with it."""
 REFERENCE_FILE = "reference.pt"
 PLAIN_FILE = "plain.pt"
@@ -233,7 +233,7 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
             "--against plain: knows the built-in transformer only, not model.module; leave it out, and the "
             "layout is proven against your module on one device"
         )
-    from shardwise.verify.plain_torch import check_known
+    from shardwise.proof.plain_torch import check_known
 
     check_known(config)
 

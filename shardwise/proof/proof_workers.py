@@ -43,7 +43,7 @@ from shardwise.resilience.forked_process import (
 if TYPE_CHECKING:
     from shardwise.mesh import Worker
 
-PRELOAD = ["shardwise.verify.compare_layout", "shardwise.verify.trace_modules", "shardwise.verify.sum_dtypes"]
+PRELOAD = ["shardwise.proof.compare_layout", "shardwise.proof.trace_modules", "shardwise.proof.sum_dtypes"]
 SECONDS = 600.0
 """Seconds without an answer after which the workers are considered to wait for each other forever."""
 STACK_SECONDS = 10.0
@@ -67,7 +67,7 @@ class Workers:
 
     def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
         """Prepare `count` workers. `longest_delay` is the longest delay of collectives on GPUs, in seconds
-        (verify/delays.py)."""
+        (proof/delays.py)."""
         self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
         self._started: list[ForkedProcess] = []
@@ -146,7 +146,7 @@ def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
     """Run task after task in a worker, until the pipe closes."""
     import torch
 
-    from shardwise.verify.delays import DelayedCollectives
+    from shardwise.proof.delays import DelayedCollectives
 
     torch.set_num_threads(1)
     while True:

@@ -32,18 +32,18 @@ from shardwise.config.parameters import ModuleParameters, count
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import ConfigError
 from shardwise.files import Json
-from shardwise.plan.cut_stages import stage_blocks
-from shardwise.plan.engine import shares_weights
-from shardwise.plan.float8_choice import unknown_patterns
-from shardwise.plan.flops import (
+from shardwise.plans.cut_stages import stage_blocks
+from shardwise.plans.engine import shares_weights
+from shardwise.plans.float8_choice import unknown_patterns
+from shardwise.plans.flops import (
     FLOP_CONVENTION,
     MODULE_FLOP_CONVENTION,
     flops_per_token,
     module_flops_per_token,
 )
-from shardwise.plan.memory import state_bytes
-from shardwise.plan.model_spec import ModelSpec
-from shardwise.plan.plan import DEFAULT, Decision, Plan
+from shardwise.plans.memory import state_bytes
+from shardwise.plans.model_spec import ModelSpec
+from shardwise.plans.plan import DEFAULT, Decision, Plan
 from shardwise.plurals import counted
 from shardwise.units import GIB
 

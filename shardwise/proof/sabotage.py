@@ -33,9 +33,9 @@ from shardwise.files import Json
 from shardwise.models.experts import Routing
 from shardwise.optim import local
 from shardwise.parallel.data import Replicated, Sharded
-from shardwise.plan import COPIES
+from shardwise.plans import COPIES
+from shardwise.proof.proof_job import SCALE, Sabotage
 from shardwise.train.build import Training
-from shardwise.verify.proof_job import SCALE, Sabotage
 
 Description = Json
 """What was broken and where, so that people can compare it with what the proof found."""

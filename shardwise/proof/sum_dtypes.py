@@ -1,7 +1,7 @@
 """Check in which dtype a layout takes its sums, compared with one device.
 
 A sum in bfloat16 loses whatever is below 1/256 of the sum so far, so sums are taken in float32
-(plan/dtypes.py). A layout has some sums that one device does not have: the blocks of ring attention, the
+(plans/dtypes.py). A layout has some sums that one device does not have: the blocks of ring attention, the
 partial sums over devices. The numbers do not show whether these are in float32. In float64 every sum is in
 float64, and in bfloat16 a few more roundings cost less than a layout is allowed. So the first step is run
 once more in bfloat16, and every sum in 16 bits is recorded with the function that takes it. The sums of one
@@ -25,9 +25,9 @@ from shardwise._torch import DispatchMode, Operator
 from shardwise.comm import gloo
 from shardwise.mesh import Worker
 from shardwise.parallel import ring
-from shardwise.verify.compare_layout import build_proof, watch
-from shardwise.verify.proof_job import ProofJob
-from shardwise.verify.rank_reports import ShortSum
+from shardwise.proof.compare_layout import build_proof, watch
+from shardwise.proof.proof_job import ProofJob
+from shardwise.proof.rank_reports import ShortSum
 
 _IN_PLACE = ("add_", "sub_", "addcmul_", "addcdiv_", "addmm_", "addbmm_", "baddbmm_", "_foreach_add_")
 _BY_INDEX = ("index_add", "index_add_", "index_put_", "_index_put_impl_", "embedding_dense_backward")

@@ -3,10 +3,10 @@
 A pipeline runs at the speed of its slowest stage: all other stages wait for it, in every micro-batch. The
 blocks are alike, but the last stage also has the final norm and the output head, a matrix of vocabulary x
 hidden: for `llama3-8b` (128256 x 4096) it costs as much as two blocks. With 4 stages of 8 blocks the other
-three ranks would be idle a fifth of the time. So costs are counted by the FLOP convention of `plan/flops.py`,
-and the cut with the smallest cost of the largest stage is found exactly: for blocks of unequal cost by
-dynamic programming in O(stages x blocks^2). Among equally good cuts, the most even one is chosen, which has
-the smallest sum of squares.
+three ranks would be idle a fifth of the time. So costs are counted by the FLOP convention of
+`plans/flops.py`, and the cut with the smallest cost of the largest stage is found exactly: for blocks of
+unequal cost by dynamic programming in O(stages x blocks^2). Among equally good cuts, the most even one is
+chosen, which has the smallest sum of squares.
 
 The embedding has no FLOPs by that convention, but it moves memory. Its cost is the number of FLOPs that a
 device could compute in that time.
@@ -21,7 +21,7 @@ from math import inf
 
 from shardwise.config import Model
 from shardwise.errors import ConfigError
-from shardwise.plan.flops import flops_per_token
+from shardwise.plans.flops import flops_per_token
 
 FLOPS_PER_BYTE = 200.0
 """FLOPs that a device computes in the time it moves a byte: 153 on A100, 295 on H100 in bfloat16, by their

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import Layout
 from shardwise.files import Json
-from shardwise.verify.proof_job import ALLOWANCE, ROUNDING, Dtype
-from shardwise.verify.rank_reports import Box, CompressedReport, Key, RankReport, Reference
+from shardwise.proof.proof_job import ALLOWANCE, ROUNDING, Dtype
+from shardwise.proof.rank_reports import Box, CompressedReport, Key, RankReport, Reference
 
 LIMIT = 1e-9
 FLOOR = 1e-4

@@ -11,8 +11,8 @@ from typing import Any
 
 from shardwise.config import Config, Model
 from shardwise.files import Json
-from shardwise.plan.dtypes import Dtypes
-from shardwise.plan.float8_choice import in_float8, unfit
+from shardwise.plans.dtypes import Dtypes
+from shardwise.plans.float8_choice import in_float8, unfit
 
 
 @dataclass(frozen=True)

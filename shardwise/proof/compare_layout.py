@@ -31,19 +31,19 @@ from shardwise.models import Head
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import local_slices
-from shardwise.plan import COPIES
+from shardwise.plans import COPIES
+from shardwise.proof.plain_torch import PlainStep, Reader, Text, checksum, train_plainly
+from shardwise.proof.plain_torch import Rows as PlainRows
+from shardwise.proof.plain_torch import held_out_loss as plain_held_out_loss
+from shardwise.proof.proof_job import ProofJob, Sabotage
+from shardwise.proof.proof_rows import ProofDataset
+from shardwise.proof.rank_reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
+from shardwise.proof.sabotage import apply_sabotage
 from shardwise.train.build import Training, build
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.shares import RowShares
 from shardwise.train.steps import StepRecord, steps
-from shardwise.verify.plain_torch import PlainStep, Reader, Text, checksum, train_plainly
-from shardwise.verify.plain_torch import Rows as PlainRows
-from shardwise.verify.plain_torch import held_out_loss as plain_held_out_loss
-from shardwise.verify.proof_job import ProofJob, Sabotage
-from shardwise.verify.proof_rows import ProofDataset
-from shardwise.verify.rank_reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
-from shardwise.verify.sabotage import apply_sabotage
 
 
 def build_proof(worker: Worker, proof: ProofJob) -> Training:
@@ -116,7 +116,7 @@ def _check_unchanged(training: Training, frozen: Mapping[str, Tensor]) -> None:
 
 
 def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
-    """Train in plain torch (verify/plain_torch.py), from the initial weights and the prepared data of one
+    """Train in plain torch (proof/plain_torch.py), from the initial weights and the prepared data of one
     device, and write the reference like `write_reference`."""
     training = build_proof(worker, proof)
     rows, tensors, done = _PlainRows.of(training), dict[Key, Tensor](), list[PlainStep]()
@@ -167,7 +167,7 @@ def _plain_reference(
 
 @dataclass(frozen=True)
 class _PlainRows:
-    """The rows of a proof: the job's own rows as verify/plain_torch.py reads them, and the generated rows as
+    """The rows of a proof: the job's own rows as proof/plain_torch.py reads them, and the generated rows as
     ProofDataset makes them."""
 
     reader: Reader

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from shardwise.config import Train
 from shardwise.config.dtype_names import BYTES
-from shardwise.plan.engine import Engine
+from shardwise.plans.engine import Engine
 
 
 def wide(dtype: str) -> str:

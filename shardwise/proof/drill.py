@@ -3,9 +3,9 @@ runs.
 
 A system that survives faults in its own tests may still fail with a user's job: lose a step, read a batch
 twice, or resume from half a checkpoint. So the drill runs that job. Both runs are real `shardwise train`
-commands in their own folders, and faults come from outside (verify/drill_faults.py). Afterwards the loss of
+commands in their own folders, and faults come from outside (proof/drill_faults.py). Afterwards the loss of
 every step, the data of every step and the final weights must equal those of the undisturbed run
-(verify/compare_runs.py).
+(proof/compare_runs.py).
 
 The undisturbed run is also measured. The duration of a step places faults inside steps and makes it possible
 to notice a hang soon; the duration of a start tells when to give up. Each fault waits until a step was
@@ -33,9 +33,9 @@ from shardwise.files import Json
 from shardwise.locks import lock_run_folder
 from shardwise.mesh import local_gpus
 from shardwise.observe import newest, read_metrics
-from shardwise.plan import fit
-from shardwise.verify.compare_runs import TOLERANCE, RunComparison, compare_runs
-from shardwise.verify.disturbed_run import (
+from shardwise.plans import fit
+from shardwise.proof.compare_runs import TOLERANCE, RunComparison, compare_runs
+from shardwise.proof.disturbed_run import (
     POLL_SECONDS,
     Baseline,
     DisturbedRun,
@@ -43,8 +43,8 @@ from shardwise.verify.disturbed_run import (
     SurvivedFault,
     job_file,
 )
-from shardwise.verify.drill_faults import Kind, PlannedFault, schedule
-from shardwise.verify.train_commands import TrainCommands
+from shardwise.proof.drill_faults import Kind, PlannedFault, schedule
+from shardwise.proof.train_commands import TrainCommands
 
 SHORTEST_HANG = 2.0
 HANG_STEPS, HANG_SLOWEST = 20.0, 3.0
