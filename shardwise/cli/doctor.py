@@ -22,7 +22,7 @@ from shardwise.command_name import command_name
 from shardwise.library.torch_version import TORCH_TESTED, installed_version, torch_problem
 from shardwise.units import GIB
 
-_EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb"}
+_EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 _CACHE = ".shardwise"
 
 State = Literal["good", "optional", "bad"]

@@ -319,5 +319,6 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _positions,
     _float8_on_the_wire,
     _float8_module,
+    no_effect.names_of_mirrors,
 )
 """Rules between fields and tables. Each needs few values, because it ends at a wrong one (`run_check`)."""

@@ -1,4 +1,5 @@
-"""Checks of a user's module (`[model] module = "file.py:Class"`) that read its file without running it.
+"""Checks of a user's own classes (`[model] module = "file.py:Class"`, `[observe] callbacks`) that read their
+file without running it.
 
 Running it needs torch, which takes seconds. The text of the file shows whether it is Python and defines the
 name. It also shows in most cases that a class has no sharding table: the class and its bases, up to torch's
@@ -8,8 +9,12 @@ classes, are all in the file, and the file never mentions `sharding`.
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterator, Sequence, Set
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from shardwise.config.axes import MODEL_AXES
 from shardwise.config.layout import Layout
@@ -21,10 +26,15 @@ from shardwise.files import read_bytes, reading
 def locate_module(model: Model) -> tuple[Path, str]:
     """Return the path of the module's file, and the name of the module in it."""
     assert model.module is not None, "the job has a module"
-    where = f"model.module = {model.module!r}"
-    file, colon, name = model.module.rpartition(":")
+    return locate(f"model.module = {model.module!r}", model.module, "model.py:OwnModel")
+
+
+def locate(where: str, address: str, example: str) -> tuple[Path, str]:
+    """Return the path of the file that "file.py:Class" names, and the name of the class. `where` begins the
+    message if it names none."""
+    file, colon, name = address.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise UserError(f"{where}: write it as file.py:Class, for example model.py:OwnModel")
+        raise UserError(f"{where}: write it as file.py:Class, for example {example}")
     path = Path(file).resolve()
     with reading(f"{where}:"):
         if not path.is_file():
@@ -35,6 +45,20 @@ def locate_module(model: Model) -> tuple[Path, str]:
     if path.suffix != ".py":
         raise UserError(f"{where}: {file} is not a Python file; its name must end in .py")
     return path, name
+
+
+@cache
+def load_file(path: Path) -> ModuleType:
+    """Run a Python file once, as an import would; files beside it can be imported from it."""
+    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file; its name must end in .py")
+    loaded = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[loaded.__name__] = loaded  # dataclasses and the compiler look for it there
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 TABLE = "sharding"
@@ -54,22 +78,37 @@ def problems_without_table(name: str, layout: Layout) -> Iterator[str]:
 def problems_of_module(model: Model, layout: Layout | None = None) -> Iterator[str]:
     """Yield what is wrong with the module's file, and with a layout if the module has no sharding table."""
     path, name = locate_module(model)
-    where = f"model.module = {model.module!r}"
+    tree = _parse(f"model.module = {model.module!r}", path, name)
+    if layout is not None and _surely_without_table(tree, name):
+        yield from problems_without_table(name, layout)
+
+
+def problems_of_callbacks(callbacks: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with the files of callbacks."""
+    for address in callbacks:
+        where = f"observe.callbacks: {address!r}"
+        try:
+            _parse(where, *locate(where, address, "callbacks.py:Notify"))
+        except UserError as error:
+            yield str(error)
+
+
+def _parse(where: str, path: Path, name: str) -> ast.Module:
+    """Return the syntax tree of a file that surely or possibly defines this name."""
     try:
         tree = ast.parse(read_bytes(path), str(path))
     except (SyntaxError, ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
-        yield f"{where}: {path.name} is not Python: {error}" + (f" ({path}, line {line})" if line else "")
-        return
+        place = f" ({path}, line {line})" if line else ""
+        raise UserError(f"{where}: {path.name} is not Python: {error}{place}") from None
     names = set(_defined_names(tree))
     if name not in names and "*" not in names:
         defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-        yield (
+        raise UserError(
             f"{where}: {path.name} has no class or function {name}; it has "
             f"{', '.join(defined) or 'none at all'}"
         )
-    elif layout is not None and _surely_without_table(tree, name):
-        yield from problems_without_table(name, layout)
+    return tree
 
 
 def _surely_without_table(tree: ast.Module, name: str) -> bool:

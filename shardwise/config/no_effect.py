@@ -13,7 +13,7 @@ from shardwise.config.compression import SETTINGS
 from shardwise.config.layout import Layout
 from shardwise.config.model import Model
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.config.schema import Config, Train
+from shardwise.config.schema import Config, Observe, Train
 from shardwise.drivers.registry import driver_of
 from shardwise.section import Section
 
@@ -64,6 +64,15 @@ def compression_settings(layout: Layout) -> Iterator[str]:
                 f"layout.{name} = {getattr(layout, name)!r}: has no effect without layout.compression; leave "
                 "it out, or name a codec"
             )
+
+
+def names_of_mirrors(observe: Observe) -> Iterator[str]:
+    """Refuse names for services that the run is not mirrored to."""
+    if observe.wandb_entity is not None and observe.wandb is None:
+        yield "observe.wandb_entity: has no effect without observe.wandb; leave it out, or name a project"
+    for name in ("name", "group", "tags"):
+        if not _is_default(observe, name) and observe.wandb is None and observe.mlflow is None:
+            yield f"observe.{name}: has no effect without observe.wandb or observe.mlflow; leave it out"
 
 
 def settings_of_driver(driver: str, section: Section) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from shardwise.config.dtype_names import Precision
@@ -261,6 +261,25 @@ class Observe(Section):
     wandb: str | None = Field(
         None, description="Weights & Biases project to log to (needs the `wandb` extra)"
     )
+    wandb_entity: str | None = Field(None, description="W&B team or user that the project belongs to")
+    mlflow: str | None = Field(
+        None,
+        description="MLflow experiment to log to, at the server that MLFLOW_TRACKING_URI names (needs the "
+        "`mlflow` extra)",
+    )
+    name: str | None = Field(
+        None, description="name of the run in W&B and MLflow; left out: that of the run folder"
+    )
+    group: str | None = Field(None, description="group of runs that it belongs to in W&B and MLflow")
+    tags: tuple[str, ...] = Field(
+        (), description="labels of the run in W&B and MLflow", examples=[["baseline"]]
+    )
+    callbacks: tuple[str, ...] = Field(
+        (),
+        description="your own classes, as file.py:Class, whose methods are called on steps, evaluations, "
+        "saves and at the end (docs/training.md)",
+        examples=[["callbacks.py:Notify"]],
+    )
     sample: str | None = Field(
         None, description="text that the trained model continues at the end of the run"
     )
@@ -270,6 +289,11 @@ class Observe(Section):
         description="number of steps after the first whose timeline is written (on GPUs, torch's profile); "
         "0: none",
     )
+
+    @field_validator("tags", "callbacks", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
 
 
 class Run(Section):

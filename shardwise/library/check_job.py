@@ -60,10 +60,12 @@ def _device(sections: Sections) -> Iterator[str]:
 
 def _extras(sections: Sections) -> Iterator[str]:
     from shardwise.config import Observe
+    from shardwise.config.module_file import problems_of_callbacks
     from shardwise.observe.sinks import missing_extras
 
     if isinstance(observe := sections.get("observe"), Observe):
         yield from missing_extras(observe)
+        yield from problems_of_callbacks(observe.callbacks)
 
 
 def _data(sections: Sections) -> Iterator[str]:

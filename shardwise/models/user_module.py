@@ -24,24 +24,20 @@ an embedding with further options keeps torch's sum, and a `Cast` takes its plac
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from shardwise._torch import is_out_of_memory
 from shardwise.config.model import Model
-from shardwise.config.module_file import locate_module
+from shardwise.config.module_file import load_file, locate_module
 from shardwise.errors import UserError
 from shardwise.models.layers import Embedding
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
@@ -96,7 +92,7 @@ def _constructor(model: Model) -> Callable[[Model], object]:
     path, name = locate_module(model)
     where, file = f"model.module = {model.module!r}", path.name
     try:
-        loaded = _load(path)
+        loaded = load_file(path)
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_location(error, model)})"
@@ -109,20 +105,6 @@ def _constructor(model: Model) -> Callable[[Model], object]:
             f"{where}: {file} has no class or function {name}; it has {', '.join(names) or 'none at all'}"
         )
     return make  # type: ignore[no-any-return]
-
-
-@cache
-def _load(path: Path) -> ModuleType:
-    """Run a Python file once, as an import would; files beside it can be imported from it."""
-    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError("not a Python file; its name must end in .py")
-    loaded = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    sys.modules[loaded.__name__] = loaded  # dataclasses and the compiler look for it there
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 def _location(error: BaseException, model: Model) -> str:

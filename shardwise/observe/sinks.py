@@ -1,20 +1,24 @@
-"""Where measurements go: always to the run folder, and on request to TensorBoard and Weights & Biases.
+"""Where measurements go: always to the run folder, and on request to TensorBoard, Weights & Biases, MLflow
+and callbacks of the user.
 
-The run folder is the reference (record_files.py). The other two mirror the same records for people who use
-these tools. They are optional dependencies and imported only if the job asks for them. Their packages are
-looked for before anything in the run folder is changed, so a missing one costs nothing but the message. A
-mirror that fails is reported and no longer used.
+The run folder is the reference (record_files.py). The others mirror the same records for people who use these
+tools. They are optional dependencies and imported only if the job asks for them. Their packages are looked
+for before anything in the run folder is changed, so a missing one costs nothing but the message. A mirror
+that fails is reported and no longer used, and so is a callback: no mistake in it ends a run.
 """
 
 from __future__ import annotations
 
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from shardwise.config.module_file import load_file, locate
 from shardwise.errors import UserError
 from shardwise.files import Json, parse_toml, read_bytes, regular_file_opener
 from shardwise.observe.record_files import EventsFile, MetricsFile, Warn, log
@@ -23,6 +27,10 @@ from shardwise.plans import read_plan
 
 if TYPE_CHECKING:
     from shardwise.config import Observe
+
+
+MLFLOW_BATCH = 100
+"""Largest number of settings that MLflow takes at a time."""
 
 
 class Sink(Protocol):
@@ -85,18 +93,24 @@ class TensorBoardSink:
 class WandbSink:
     """Mirrors the run to a Weights & Biases project. Resuming the folder continues the same run there."""
 
-    def __init__(self, folder: Path, project: str, resume_step: int = 0) -> None:
+    def __init__(self, folder: Path, observe: Observe, resume_step: int = 0) -> None:
         try:
             import wandb
         except ImportError:
-            raise _missing(f"observe.wandb = {project!r}", "wandb") from None
+            raise _missing(f"observe.wandb = {observe.wandb!r}", "wandb") from None
         identity = folder / "wandb-id"
-        if not (resume_step and identity.exists()):
-            with open(identity, "w", opener=regular_file_opener) as file:
-                file.write(uuid.uuid4().hex[:8])
-        run_id = read_bytes(identity).decode("utf-8", "replace")
+        run_id = _saved_id(identity, resume_step) or uuid.uuid4().hex[:8]
+        _save_id(identity, run_id)
         self._run = wandb.init(
-            project=project, name=folder.name, id=run_id, resume="allow", dir=str(folder), config=_job(folder)
+            project=observe.wandb,
+            entity=observe.wandb_entity,
+            name=observe.name or folder.name,
+            group=observe.group,
+            tags=observe.tags or None,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=_job(folder),
         )
 
     def write(self, record: Record) -> None:
@@ -106,6 +120,74 @@ class WandbSink:
     def close(self) -> None:
         """Wait until the upload is complete."""
         self._run.finish()
+
+
+class MlflowSink:
+    """Mirrors the run to an MLflow experiment. Resuming the folder continues the same run there."""
+
+    def __init__(self, folder: Path, observe: Observe, resume_step: int = 0) -> None:
+        try:
+            import mlflow
+        except ImportError:
+            raise _missing(f"observe.mlflow = {observe.mlflow!r}", "mlflow") from None
+        self._mlflow, identity = mlflow, folder / "mlflow-id"
+        mlflow.set_experiment(observe.mlflow)
+        if run_id := _saved_id(identity, resume_step):
+            mlflow.start_run(run_id=run_id)
+            return
+        tags = {**dict.fromkeys(observe.tags, "true"), **({"group": observe.group} if observe.group else {})}
+        run = mlflow.start_run(run_name=observe.name or folder.name, tags=tags)
+        _save_id(identity, run.info.run_id)
+        settings = [
+            (f"{table}.{key}", value)
+            for table, keys in _job(folder).items()
+            if isinstance(keys, dict)
+            for key, value in keys.items()
+        ]
+        for first in range(0, len(settings), MLFLOW_BATCH):
+            mlflow.log_params(dict(settings[first : first + MLFLOW_BATCH]))
+
+    def write(self, record: Record) -> None:
+        """Log the numbers of one step."""
+        self._mlflow.log_metrics(dict(curves(record)), step=record["step"])
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+def _saved_id(identity: Path, resume_step: int) -> str | None:
+    """Return the name that a service gave to the run that is resumed; None for a new run."""
+    if not (resume_step and identity.exists()):
+        return None
+    return read_bytes(identity).decode("utf-8", "replace")
+
+
+def _save_id(identity: Path, run_id: str) -> None:
+    with open(identity, "w", opener=regular_file_opener) as file:
+        file.write(run_id)
+
+
+class CallbackSink:
+    """Calls the methods of a user's object: `on_step` with the record of each step, and `on_NAME` with the
+    fields of each event of that name. Methods that the object does not have are not called."""
+
+    def __init__(self, address: str) -> None:
+        path, name = locate(f"observe.callbacks: {address!r}", address, "callbacks.py:Notify")
+        self.name = f"the callback {address}"
+        self._object = getattr(load_file(path), name)()
+
+    def write(self, record: Record) -> None:
+        """Call `on_step`."""
+        self.event("step", record)
+
+    def event(self, name: str, fields: Record) -> None:
+        """Call the method for an event."""
+        if (method := getattr(self._object, f"on_{name}", None)) is not None:
+            method(fields)
+
+    def close(self) -> None:
+        """Do nothing; `on_end` was called before."""
 
 
 class Sinks:
@@ -121,27 +203,43 @@ class Sinks:
     def metrics(self, record: Record) -> None:
         """Write the record of one step; its `step` counts from 1."""
         self._metrics.write(record)
-        self._mirror(lambda mirror: mirror.write(record))
+        for mirror in self._mirrors:
+            self._mirror(partial(mirror.write, record), mirror)
 
     def event(self, name: str, **fields: object) -> None:
         """Write an event, such as `start`, `save`, `resume`, `evaluate`, `skip` or `stop`."""
         self._events.write(name, **fields)
+        for mirror in self._mirrors:
+            if isinstance(mirror, CallbackSink):
+                self._mirror(partial(mirror.event, name, dict(fields)), mirror)
 
     def close(self) -> None:
         """Close the files, and let the mirrors send what they still have."""
         self._metrics.close()
         self._events.close()
-        self._mirror(lambda mirror: mirror.close())
-
-    def _mirror(self, action: Callable[[Sink], None]) -> None:
-        """Call a function with each mirror. A mirror that fails in any way is not used any more."""
         for mirror in self._mirrors:
-            try:
-                action(mirror)
-            except (Exception, SystemExit) as error:
-                self._mirrors = tuple(other for other in self._mirrors if other is not mirror)
-                failed = f"{type(mirror).__name__} failed and gets no more records"
-                self._warn(f"{failed}; metrics.jsonl has them all: {error}")
+            self._mirror(mirror.close, mirror)
+
+    def _mirror(self, action: Callable[[], object], mirror: Sink) -> None:
+        """Call a function of a mirror. A mirror that fails in any way is not used any more."""
+        try:
+            action()
+        except (Exception, SystemExit) as error:
+            self._mirrors = tuple(other for other in self._mirrors if other is not mirror)
+            failed = f"{_name(mirror)} failed and gets no more records"
+            self._warn(f"{failed}; metrics.jsonl has them all: {_explained(error, mirror)}")
+
+
+def _name(mirror: Sink) -> str:
+    return mirror.name if isinstance(mirror, CallbackSink) else type(mirror).__name__
+
+
+def _explained(error: BaseException, mirror: Sink) -> str:
+    """Return an error as text; an error of a user's callback with its type and the line that raised it."""
+    if not isinstance(mirror, CallbackSink):
+        return str(error)
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
 
 
 def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, warn: Warn = log.warning) -> Sinks:
@@ -169,8 +267,12 @@ def _mirrors(folder: Path, observe: Observe, resume_step: int, warn: Warn) -> It
     asked: dict[str, Callable[[], Sink]] = {}
     if observe.tensorboard:
         asked["TensorBoard"] = lambda: TensorBoardSink(folder, resume_step)
-    if (project := observe.wandb) is not None:
-        asked["Weights & Biases"] = lambda: WandbSink(folder, project, resume_step)
+    if observe.wandb is not None:
+        asked["Weights & Biases"] = lambda: WandbSink(folder, observe, resume_step)
+    if observe.mlflow is not None:
+        asked["MLflow"] = lambda: MlflowSink(folder, observe, resume_step)
+    for address in observe.callbacks:
+        asked[f"the callback {address}"] = partial(CallbackSink, address)
     for name, make in asked.items():
         try:
             yield make()
@@ -186,6 +288,8 @@ def missing_extras(observe: Observe) -> Iterator[str]:
         yield str(_missing("observe.tensorboard = true", "tensorboard"))
     if observe.wandb and find_spec("wandb") is None:
         yield str(_missing(f"observe.wandb = {observe.wandb!r}", "wandb"))
+    if observe.mlflow and find_spec("mlflow") is None:
+        yield str(_missing(f"observe.mlflow = {observe.mlflow!r}", "mlflow"))
 
 
 def _missing(setting: str, extra: str) -> UserError:

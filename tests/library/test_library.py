@@ -118,9 +118,22 @@ def test_planning_for_a_named_cluster_imports_no_torch_and_gives_what_the_comman
     assert json.loads(done.stdout) == json.loads(shown.stdout)["best"]["layout"]
 
 
+NOTES = """
+class Notes:
+    def __init__(self):
+        self.file = open(__file__.replace("notes.py", "notes.txt"), "a")
+    def on_step(self, record):
+        print(record["step"], file=self.file, flush=True)
+    def on_end(self, event):
+        print("end after", event["step"], file=self.file, flush=True)
+"""
+
+
 def test_a_launched_run_is_the_run_of_the_command(tmp_path: Path, warm: Any) -> None:
+    (tmp_path / "notes.py").write_text(NOTES)
     job, before = small(tmp_path), signal.getsignal(signal.SIGINT)
-    run = sw.launch(job, workers=2)
+    run = sw.launch(job.changed(observe={"callbacks": [f"{tmp_path}/notes.py:Notes"]}), workers=2)
+    assert (tmp_path / "notes.txt").read_text().split("\n") == [*"123456", "end after 6", ""]
     assert (run.status, run.folder) == (0, tmp_path / "run")
     assert signal.getsignal(signal.SIGINT) is before
     losses = [record["loss"] for record in run.metrics]

@@ -406,7 +406,8 @@ def test_neither_the_step_nor_the_time_of_day_is_a_curve():
 
 
 @pytest.mark.parametrize(
-    ("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")]
+    ("setting", "package"),
+    [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb"), ({"mlflow": "p"}, "mlflow")],
 )
 def test_a_missing_extra_is_named_with_its_install_line_before_any_metrics_are_touched(
     tmp_path, monkeypatch, setting, package
@@ -483,6 +484,92 @@ def test_wandb_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_p
     assert started[0]["project"] == "project"
     assert started[0]["config"] == {"train": {"steps": 7}, "layout": {"zero": 1}}
     assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
+
+
+def test_wandb_gets_the_names_of_the_run(tmp_path, monkeypatch):
+    started = []
+    run = types.SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    fake = types.SimpleNamespace(init=lambda **settings: started.append(settings) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    names = {"wandb_entity": "team", "name": "third", "group": "sweep", "tags": ("a", "b")}
+    open_sinks(tmp_path, Observe(wandb="project", **names)).close()
+    open_sinks(tmp_path, Observe(wandb="project")).close()
+    keys = ("project", "entity", "name", "group", "tags")
+    assert [started[0][key] for key in keys] == ["project", "team", "third", "sweep", ("a", "b")]
+    assert [started[1][key] for key in keys] == ["project", None, tmp_path.name, None, None]
+
+
+class FakeMlflow(types.SimpleNamespace):
+    """The functions of MLflow's client that are used, with what they were called with."""
+
+    def __init__(self):
+        super().__init__(calls=[])
+
+    def __getattr__(self, name):
+        def call(*arguments, **named):
+            self.calls.append((name, *arguments, named))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+
+        return call
+
+
+def test_mlflow_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_path, monkeypatch):
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    observe = Observe(mlflow="experiment", name="third", group="sweep", tags=("a",))
+    for resume in (0, 1):
+        sinks = open_sinks(tmp_path, observe, resume)
+        sinks.metrics({"step": resume + 1, "loss": 0.5, "spans": {"data": 0.25}})
+        sinks.close()
+    started = ("start_run", {"run_name": "third", "tags": {"a": "true", "group": "sweep"}})
+    record = {"loss": 0.5, "spans/data": 0.25}
+    assert fake.calls == [
+        ("set_experiment", "experiment", {}),
+        started,
+        ("log_params", {"train.steps": 7}, {}),
+        ("log_metrics", record, {"step": 1}),
+        ("end_run", {}),
+        ("set_experiment", "experiment", {}),
+        ("start_run", {"run_id": "abc"}),
+        ("log_metrics", record, {"step": 2}),
+        ("end_run", {}),
+    ]
+
+
+CALLBACKS = """
+from pathlib import Path
+class Notes:
+    def __init__(self):
+        self.lines = Path(__file__).with_name("notes.txt").open("a")
+    def on_step(self, record):
+        print("step", record["step"], record["loss"], file=self.lines, flush=True)
+    def on_save(self, event):
+        print("save", event["checkpoint"], file=self.lines, flush=True)
+class Broken:
+    def on_step(self, record):
+        raise KeyError(record["step"])
+class NotMade:
+    def __init__(self):
+        raise ValueError("no")
+"""
+
+
+def test_callbacks_are_called_with_steps_and_events_and_one_that_fails_is_named_with_its_line(tmp_path):
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    file, said = tmp_path / "callbacks.py", []
+    observe = Observe(callbacks=(f"{file}:Broken", f"{file}:Notes", f"{file}:NotMade"))
+    sinks = open_sinks(tmp_path / "run", observe, 0, said.append)
+    for step in (1, 2):
+        sinks.metrics({"step": step, "loss": step / 2})
+    sinks.event("save", step=2, checkpoint="step-2")
+    sinks.event("evaluate", step=2, held_out_loss=1.0)  # the class has no method for it
+    sinks.close()
+    assert (tmp_path / "notes.txt").read_text() == "step 1 0.5\nstep 2 1.0\nsave step-2\n"
+    assert len(said) == 2
+    assert said[0].startswith(f"the callback {file}:NotMade cannot be opened")
+    assert said[1].startswith(f"the callback {file}:Broken failed and gets no more records")
+    assert said[1].endswith(f"KeyError: 1 ({file}, line 12)")
 
 
 def test_a_folder_without_room_is_refused_at_the_start_with_the_reason(tmp_path, monkeypatch):
