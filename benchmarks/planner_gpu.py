@@ -130,9 +130,9 @@ def main() -> None:
     parser.add_argument("--cluster", type=Path)
     options = parser.parse_args()
     preset = data_sheet(torch.cuda.get_device_name(), float(torch.cuda.get_device_properties(0).total_memory))
-    clusters = {"preset": preset.of(1)} if preset else {}
+    clusters = {"preset": preset.with_devices(1)} if preset else {}
     if options.cluster:
-        clusters["probe"] = read_cluster(options.cluster, CLUSTERS).of(1)
+        clusters["probe"] = read_cluster(options.cluster, CLUSTERS).with_devices(1)
     worst: dict[str, dict[str, float]] = {name: {"time": 0.0, "memory": 0.0} for name in clusters}
     for name in options.only.split(","):
         with tempfile.TemporaryDirectory() as folder:

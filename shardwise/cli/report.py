@@ -183,7 +183,7 @@ def _step_seconds(config: Config, summary: Summary, cluster: Cluster) -> dict[st
     layout = config.layout
     try:
         choices = layout, summary["micro_batch"], summary["accumulation"]
-        predicted = forecast(config, *choices, cluster.of(layout.world), summary["bucket_bytes"])
+        predicted = forecast(config, *choices, cluster.with_devices(layout.world), summary["bucket_bytes"])
     except (KeyError, ValueError) as error:
         raise UserError(
             f"--calibrate: no prediction for this job on the cluster {cluster.name} ({error})"

@@ -122,12 +122,12 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        if (devices := self.fixed * max(self.data, 1)) > MAX_DEVICES:
+        if (devices := self.degrees_without_data * max(self.data, 1)) > MAX_DEVICES:
             raise ValueError(f"{devices} devices; at most {MAX_DEVICES} can be planned for")
         return self
 
     @property
-    def fixed(self) -> int:
+    def degrees_without_data(self) -> int:
         """Number of devices of all axes without `data`."""
         return self.pipeline * self.replica * self.context * self.tensor
 
@@ -135,7 +135,7 @@ class Layout(Section):
     def world(self) -> int:
         """Total number of devices, once `data` is known."""
         assert self.data > 0, "the size of the data axis must be known"
-        return self.fixed * self.data
+        return self.degrees_without_data * self.data
 
     @property
     def shards(self) -> int:

@@ -131,7 +131,7 @@ def _candidates(field: str, model: Model, data: Data, layout: Layout) -> Sequenc
 
 def _divides(layout: Layout, devices: int | None) -> bool:
     """Whether an open data axis can use all devices, if their number is known."""
-    return devices is None or layout.data > 0 or devices % layout.fixed == 0
+    return devices is None or layout.data > 0 or devices % layout.degrees_without_data == 0
 
 
 def _in_words(values: Sequence[int]) -> str:
@@ -144,7 +144,7 @@ def _in_words(values: Sequence[int]) -> str:
 def fewest_devices(layout: Layout) -> int:
     """Return the smallest number of devices for a layout with an open data axis: those of the other axes, and
     enough for the experts."""
-    return layout.fixed * (layout.expert // gcd(layout.expert, layout.context * layout.tensor))
+    return layout.degrees_without_data * (layout.expert // gcd(layout.expert, layout.context * layout.tensor))
 
 
 def workers_without_gpus(layout: Layout) -> int:
@@ -153,7 +153,7 @@ def workers_without_gpus(layout: Layout) -> int:
     These are as few as the other axes need, because one worker uses all cores. A job that writes `data = -1`
     asks for data parallelism, and gets two workers if no other axis has several.
     """
-    asked = "data" in layout.model_fields_set and layout.fixed == 1
+    asked = "data" in layout.model_fields_set and layout.degrees_without_data == 1
     return max(fewest_devices(layout), 2 if asked else 1)
 
 

@@ -120,7 +120,7 @@ class Cluster:
         """Type of the device in torch: "cuda" or "cpu"."""
         return "cpu" if self.shared else "cuda"
 
-    def of(self, devices: int) -> Cluster:
+    def with_devices(self, devices: int) -> Cluster:
         """Return this cluster with another number of devices: whole nodes, or a part of one."""
         per_node = min(self.devices_per_node, devices)
         return replace(self, nodes=-(-devices // per_node), devices_per_node=per_node)

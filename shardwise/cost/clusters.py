@@ -222,4 +222,4 @@ def _with_devices(cluster: Cluster, devices: int, setting: str) -> Cluster:
             f"{setting}: {devices} devices are not whole nodes of {per_node}; use {below} or "
             f"{below + per_node}, or a cluster.file with another devices_per_node"
         )
-    return cluster.of(devices)
+    return cluster.with_devices(devices)

@@ -206,7 +206,7 @@ class RankDriver:
         """Return whether this rank draws the initial weights."""
         return True
 
-    def begin(self, training: Training) -> None:
+    def weights_ready(self, training: Training) -> None:
         """Called when the weights have their initial values: drawn ones, or those of a pretrained model."""
 
     # Checkpoints
@@ -228,10 +228,10 @@ class RankDriver:
         """Return the tensors that a checkpoint is loaded into."""
         return own
 
-    def filled(self, training: Training, state: State, manifest: Manifest) -> None:
+    def state_loaded(self, training: Training, state: State, manifest: Manifest) -> None:
         """Called after a checkpoint was loaded into `state`."""
 
-    def saved(self, training: Training) -> None:
+    def state_copied(self, training: Training) -> None:
         """Called when a save has copied the state, so that training may change it."""
 
 

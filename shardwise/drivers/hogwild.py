@@ -143,10 +143,10 @@ class HogwildRank(RankDriver):
         """Return whether this is the first worker, which draws the weights for all."""
         return training.peers.rank == 0
 
-    def begin(self, training: Training) -> None:
+    def weights_ready(self, training: Training) -> None:
         """Wait until all workers have the initial weights, before any worker changes them."""
         training.peers.all_gather("has weights")
 
-    def saved(self, training: Training) -> None:
+    def state_copied(self, training: Training) -> None:
         """Wait until all workers have copied their state, before any worker changes the weights."""
         training.peers.all_gather("has its copy")

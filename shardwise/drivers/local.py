@@ -223,7 +223,7 @@ class LocalRank(OwnRowsRank):
         if training.parallel.scales is not None:
             training.parallel.scales.begin()
 
-    def begin(self, training: Training) -> None:
+    def weights_ready(self, training: Training) -> None:
         """Set the anchor of the outer optimizer to the first weights."""
         self.outer.reset_anchor()
 
@@ -243,11 +243,11 @@ class LocalRank(OwnRowsRank):
         group = training.mesh.coordinate("group") % manifest.groups
         return self.outer.state_to_fill(own, group, manifest.under_way)
 
-    def filled(self, training: Training, state: State, manifest: Manifest) -> None:
+    def state_loaded(self, training: Training, state: State, manifest: Manifest) -> None:
         """Continue the exchange that a checkpoint contains. If it is of a run without groups, its weights
         become the anchor."""
         if not manifest.groups:
             self.outer.reset_anchor()
             return
         group = training.mesh.coordinate("group") % manifest.groups
-        self.outer.filled(state, group, manifest.under_way)
+        self.outer.state_loaded(state, group, manifest.under_way)

@@ -174,7 +174,7 @@ class OuterOptimizer:
             state[_mean_key(name)] = torch.zeros_like(self.anchors[name])
         return state
 
-    def filled(self, state: State, group: int, under_way: Sequence[str]) -> None:
+    def state_loaded(self, state: State, group: int, under_way: Sequence[str]) -> None:
         """A checkpoint was loaded into this state: an exchange that was in progress when it was saved is in
         progress again."""
         here = self._here(under_way)

@@ -142,7 +142,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     slots, bounds = counts.here, Bounds(counts.least, counts.most)
     check_limits(slots)
     _warn(config, slots)
-    planner = _checked_planner(config, slots, bounds.most, nodes)
+    planner = _checked_planner(config, slots, bounds.maximum, nodes)
     first_node = _first_node_file(config, node)
     # The other nodes wait for this file.
     with first_node.report_start_and_failure() if first_node and leads else nullcontext():

@@ -137,7 +137,7 @@ def fit(
     train = config.train.model_copy(update={"micro_batch": None}) if most else config.train
     for world in range(devices, least - 1, -1):
         relaxed = with_dividing_backward_shards(
-            config.layout.model_copy(update={"data": -1}), world // config.layout.fixed
+            config.layout.model_copy(update={"data": -1}), world // config.layout.degrees_without_data
         )
         nearest = nearest_possible_layout(config.model, config.data, train, relaxed, world)
         near = f"the nearest that works on {world} of {devices} devices"
@@ -242,16 +242,16 @@ def given_settings(config: Config) -> Json:
 
 def _with_data(config: Config, devices: int) -> Layout:
     layout = config.layout
-    if layout.data == -1 and devices % layout.fixed:
+    if layout.data == -1 and devices % layout.degrees_without_data:
         nearest = nearest_layout_settings(config.model, config.data, config.train, layout, devices)
         advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
         problem = (
-            f"layout: the other axes take {counted(layout.fixed, 'device')}, which does not divide "
+            f"layout: the other axes take {counted(layout.degrees_without_data, 'device')}, which does not divide "
             f"{devices}{advice}"
         )
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     if layout.data == -1:
-        layout = layout.model_copy(update={"data": devices // layout.fixed})
+        layout = layout.model_copy(update={"data": devices // layout.degrees_without_data})
     if layout.world != devices:
         problem = (
             f"layout: {_product(layout)} = {counted(layout.world, 'device')}, but {devices} are there; start "

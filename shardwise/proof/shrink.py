@@ -91,7 +91,7 @@ def shrink(
 def is_large(config: Config, most_devices: int = MAX_DEVICES) -> bool:
     """Return whether a proof would need too many processes, too much memory or too much time."""
     layout, tokens = config.layout, config.train.global_batch * config.data.sequence_length
-    devices = layout.fixed * max(1, layout.data)
+    devices = layout.degrees_without_data * max(1, layout.data)
     flops = flops_per_token(config.model, config.data.sequence_length) * tokens
     return devices > most_devices or count(config.model) > MOST_PARAMETERS or flops > MOST_FLOPS
 
@@ -166,8 +166,8 @@ def with_smallest_data(config: Config) -> Layout:
     layout = config.layout
     if layout.data > 0:
         return layout
-    needed = fewest_devices(layout) // layout.fixed
-    several = 2 if layout.fixed == 1 and config.train.global_batch % 2 == 0 else 1
+    needed = fewest_devices(layout) // layout.degrees_without_data
+    several = 2 if layout.degrees_without_data == 1 and config.train.global_batch % 2 == 0 else 1
     return layout.model_copy(update={"data": max(needed, several)})
 
 

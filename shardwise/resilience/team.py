@@ -205,8 +205,8 @@ _REPORT, _ORDERS = TypeAdapter(Report), TypeAdapter(Orders)
 class Bounds:
     """Minimum and maximum number of workers of a run."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
 
 MakePlan = Callable[[int], Plan | None]
@@ -286,7 +286,7 @@ class Leader:
         """
         if self.orders.team is None and self.orders.wish != "end":
             self._refused_workers += refused.workers
-            if self.bounds.most - self._refused_workers < self.bounds.least:
+            if self.bounds.maximum - self._refused_workers < self.bounds.minimum:
                 self.orders = refused.orders()
 
     def _stamped(self, host: str, fault: Fault) -> Fault:
@@ -467,15 +467,19 @@ class Leader:
         if self._may_be_lost(now, since=self._noticed[1] if fault is not None else 0.0):
             return
         before, slots = self.orders.team, self._slots()
-        plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
-        if plan is None or plan.world < self.bounds.least:
+        plan = (
+            self.make_plan(min(len(slots), self.bounds.maximum))
+            if len(slots) >= self.bounds.minimum
+            else None
+        )
+        if plan is None or plan.world < self.bounds.minimum:
             self._enough_since = None
             self.missing = self._missing_workers(len(slots))
             return
         self.missing = None
         self._enough_since = now if self._enough_since is None else self._enough_since
         waited = now - self._enough_since
-        if before is None and len(slots) < self.bounds.most and waited < FIRST_TEAM_SECONDS:
+        if before is None and len(slots) < self.bounds.maximum and waited < FIRST_TEAM_SECONDS:
             return
         team = Team(
             generation=self._newest_generation() + 1,
@@ -497,8 +501,8 @@ class Leader:
 
     def _missing_workers(self, count: int) -> str:
         """Return why no team can be formed from this number of workers."""
-        if count < self.bounds.least:
-            need = f"at least {self.bounds.least} are needed"
+        if count < self.bounds.minimum:
+            need = f"at least {self.bounds.minimum} are needed"
         else:
             need = "a number that the job's layout cannot be made of"
         return f"waiting for workers: {count} {'is' if count == 1 else 'are'} there, {need}"
@@ -511,7 +515,7 @@ class Leader:
             self._let_hosts_go(len(slots))
             return
         grows = len(slots) > len(team.members) and not self._may_be_lost(now)
-        plan = self.make_plan(min(len(slots), self.bounds.most)) if grows else None
+        plan = self.make_plan(min(len(slots), self.bounds.maximum)) if grows else None
         if plan is None or plan.world <= len(team.members):
             self._enough_since = None
         elif self._enough_since is None:
@@ -521,7 +525,7 @@ class Leader:
 
     def _let_hosts_go(self, left: int) -> None:
         """Regroup if the workers that are left are enough for a team; otherwise stop the run."""
-        enough = left >= self.bounds.least and self.make_plan(left) is not None
+        enough = left >= self.bounds.minimum and self.make_plan(left) is not None
         self.orders = replace(self.orders, wish="regroup" if enough else "stop")
 
     def _has_stepped(self, team: Team) -> bool:

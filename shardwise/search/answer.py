@@ -109,7 +109,7 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
     predicted, row = prediction or result.prediction(index), result.space.row(index)
     total = float(predicted.total[0])
     tokens = result.work.tokens / total / result.devices
-    peak = device_peak(result.cluster.of(result.devices), result.work.precision)
+    peak = device_peak(result.cluster.with_devices(result.devices), result.work.precision)
     return {
         "kind": describe_layout(row),
         "layout": layout_of(result, index).model_dump(exclude={"stages"}),

@@ -119,14 +119,14 @@ class _Attempts:
         ideal_days = self.steps * _ideal_seconds(self.config, self.cluster, devices) / _DAY
         if ideal_days > self.days:
             return Tried(devices, None, f"at the devices' peak it would take {_days(ideal_days)}")
-        seconds = _rough_seconds(self.config, self.cluster.of(devices), devices)
+        seconds = _rough_seconds(self.config, self.cluster.with_devices(devices), devices)
         if seconds is None:
             return Tried(devices, None, "no layout fits")
         return Tried(devices, self.steps * seconds / _DAY)
 
     def searched(self, devices: int, even_if_late: bool = False) -> SearchResult | None:
         """Return the full search if its layout is in time too, or with `even_if_late`, if a layout fits."""
-        result = search(self.config, self.cluster.of(devices), devices)
+        result = search(self.config, self.cluster.with_devices(devices), devices)
         if not len(result.order):
             self.tried[devices] = Tried(devices, None, nothing_fits(self.config, result)[0])
             return None
@@ -209,7 +209,7 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     if devices is None:
         sentence = f"nothing fits on up to {counted(_doubling(cluster, most)[-1], 'device')}"
         return Smallest(None, None, None, None, limit(cluster, config.cluster.margin, most) / GIB, sentence)
-    result = search(config, cluster.of(devices), devices)
+    result = search(config, cluster.with_devices(devices), devices)
     best = int(result.order[0])
     peak, sentence = float(result.peak[best]), f"fits on {counted(devices, 'device')} ({best_layout(result)})"
     if result.space.offload[best]:
@@ -227,7 +227,7 @@ def _smallest(
 
     @cache
     def works(devices: int) -> bool:
-        return fits(config, cluster.of(devices), devices)
+        return fits(config, cluster.with_devices(devices), devices)
 
     doubling = _doubling(cluster, most)
     index = next((index for index, devices in enumerate(doubling) if works(devices)), None)

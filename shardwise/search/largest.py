@@ -53,7 +53,7 @@ def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
     divides as before. model.max_positions is raised if the sequence is longer. States are offloaded only if
     the job needs that at its own length.
     """
-    cluster = cluster.of(devices)
+    cluster = cluster.with_devices(devices)
     job_fits = any_fits_resident if any_fits_resident(config, cluster, devices) else any_fits
 
     def fits(length: int) -> bool:
@@ -132,7 +132,7 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     In one layout memory grows with the micro-batch, so each layout has a largest one; all are bisected at
     once. A train.micro_batch in the job is ignored.
     """
-    cluster, work, margin = cluster.of(devices), workload_of(config), config.cluster.margin
+    cluster, work, margin = cluster.with_devices(devices), workload_of(config), config.cluster.margin
     space = _without_accumulation(config, devices)
 
     def fits(sizes: Ints) -> Bools:

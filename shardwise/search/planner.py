@@ -81,7 +81,7 @@ class Planner:
         config = driver_of(self.config).job_to_plan(self.config)
         if not self.searches or self.cluster is None:
             return config, None
-        return plan_job(config, self.cluster.of(self.devices), self.devices)
+        return plan_job(config, self.cluster.with_devices(self.devices), self.devices)
 
     def _predicted(self, plan: Plan) -> Plan:
         """Return the plan with a prediction of its step, if the cluster is known. A run that cannot be
@@ -91,7 +91,7 @@ class Planner:
         if self.cluster is None or not countable:
             return plan
         try:
-            job, cluster = plan.applied_to(self.config), self.cluster.of(plan.world)
+            job, cluster = plan.applied_to(self.config), self.cluster.with_devices(plan.world)
             choices = plan.layout, plan.micro_batch, plan.accumulation
             return replace(plan, predicted=forecast(job, *choices, cluster, plan.bucket_bytes))
         except (UserError, KeyError, ValueError) as error:
@@ -108,7 +108,7 @@ class Planner:
             return None
         gradients = plan.state_width * (plan.parameters - plan.frozen)
         compressed = plan.layout.compression is not None
-        return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients, compressed)
+        return bucket_bytes(self.cluster.with_devices(plan.world), plan.world, gradients, compressed)
 
 
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:

@@ -88,7 +88,7 @@ def _with_batch(config: Config, batch: int) -> Config:
 
 
 def _point(config: Config, cluster: Cluster, devices: int) -> ScalingPoint:
-    result = search(config, cluster.of(devices), devices)
+    result = search(config, cluster.with_devices(devices), devices)
     batch = config.train.global_batch
     if not len(result.order):
         return ScalingPoint(devices, batch, reason=nothing_fits(config, result)[0])

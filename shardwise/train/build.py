@@ -159,7 +159,7 @@ def restore(training: Training, folder: str) -> None:
     state = training.rank_driver.state_to_fill(training, _own_state(training), manifest)
     training.checkpointer.load(folder, state, same_world)
     _share_tied(training)
-    training.rank_driver.filled(training, state, manifest)
+    training.rank_driver.state_loaded(training, state, manifest)
     training.missing = tuple(range(*bounds) for bounds in manifest.missing)
     left_out = manifest.missing and not driver_of(training.config).resumes_missing
     if left_out and training.mesh.is_main:
@@ -178,7 +178,7 @@ def start_from_seed(training: Training) -> None:
     """Start with weights that are drawn at random from the seed."""
     if training.rank_driver.draws_weights(training):
         draw_weights(training.parallel, training.config.train.seed)
-    training.rank_driver.begin(training)
+    training.rank_driver.weights_ready(training)
 
 
 @torch.no_grad()
@@ -191,7 +191,7 @@ def start_from_pretrained(training: Training, folder: Path) -> None:
     for name, full in open_folder(folder).read():
         for parameter in named[name]:
             assign(parameter, full)
-    training.rank_driver.begin(training)
+    training.rank_driver.weights_ready(training)
 
 
 def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
@@ -239,7 +239,7 @@ def save(training: Training, wait: bool = True) -> str:
     address = training.checkpointer.save(
         checkpoint_folder(config), state, _manifest(training), retention, wait
     )
-    training.rank_driver.saved(training)
+    training.rank_driver.state_copied(training)
     return address
 
 

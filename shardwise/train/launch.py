@@ -82,7 +82,7 @@ def launch(
 
     def make_leader(port: FindPort) -> Leader:
         return Leader(
-            bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.step_attempts, port
+            bounds, lambda devices: planner.on(devices, bounds.minimum), config.recovery.step_attempts, port
         )
 
     if node is None or first is None:

@@ -75,7 +75,7 @@ def planned_run(folder, cluster, steps=9):
     """A run that took 1.5 times what was predicted to compute, twice to communicate, half to update, and 10
     ms for the rest."""
     config = from_tables({**JOB, "cluster": cluster, "run": {"folder": str(folder)}})
-    predicted = forecast(config, config.layout, 16, 1, requested_cluster(config.cluster).of(2))
+    predicted = forecast(config, config.layout, 16, 1, requested_cluster(config.cluster).with_devices(2))
     terms = predicted["step_seconds"]
     spans = {
         "data": 0.005,
@@ -115,7 +115,9 @@ def test_calibrating_makes_the_next_forecast_what_was_measured(tmp_path, cluster
     assert "1 to 1.5 on matmul, attention, elementwise, launch, recompute" in result.stdout
     assert "1 to 0.5 on optimizer" in result.stdout
     assert "# my machine" in cluster_file.read_text()
-    again = forecast(config, config.layout, 16, 1, requested_cluster(config.cluster).of(2))["step_seconds"]
+    again = forecast(config, config.layout, 16, 1, requested_cluster(config.cluster).with_devices(2))[
+        "step_seconds"
+    ]
     assert again["total"] == pytest.approx(seconds - 0.01, rel=1e-4)
     assert again["data"] == pytest.approx(
         2 * read_prediction(tmp_path / "run")["step_seconds"]["data"], rel=1e-4

@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = from_tables(JOB)
     cluster = requested_cluster(config.cluster)
     assert cluster is not None
-    predicted = forecast(config, config.layout, 16, 1, cluster.of(2))
+    predicted = forecast(config, config.layout, 16, 1, cluster.with_devices(2))
     sinks = open_sinks(folder, Observe())
     (folder / "config.toml").write_text(to_toml(config))
     (folder / "plan.json").write_text(json.dumps({**choose(config, 2).to_json(), "predicted": predicted}))

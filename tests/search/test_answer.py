@@ -301,7 +301,7 @@ def test_nothing_fits_says_by_how_much_and_the_devices_it_advises_fit() -> None:
     assert takes == pytest.approx(result.peak.min() / GIB, abs=0.06)
     assert takes - allowed == pytest.approx(more, abs=0.11)
     devices = int(re.findall(r"about ([\d,]+) devices", problem)[0].replace(",", ""))
-    assert len(search(config, machine.of(devices), devices).order)
+    assert len(search(config, machine.with_devices(devices), devices).order)
     with pytest.raises(ConfigError, match="nothing fits"):
         answer(config, result)
 

@@ -48,7 +48,7 @@ def of_memory(gib: float, offload: bool = True) -> Cluster:
 
 
 def days_on(config: Config, devices: int) -> float:
-    result = search(config, named("h100").of(devices), devices)
+    result = search(config, named("h100").with_devices(devices), devices)
     return config.train.steps * float(result.total[result.order[0]]) / DAY
 
 
@@ -136,7 +136,7 @@ def test_the_smallest_cluster_that_fits_fits_and_half_of_it_does_not() -> None:
     assert found.without_offload == found.devices
     assert found.peak_gib is not None
     assert found.peak_gib <= found.limit_gib
-    assert not len(search(job(), cluster.of(found.devices // 2), found.devices // 2).order)
+    assert not len(search(job(), cluster.with_devices(found.devices // 2), found.devices // 2).order)
 
 
 def test_more_memory_never_needs_more_devices() -> None:
@@ -195,7 +195,7 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
     longer = found.job.model_copy(
         update={"data": found.job.data.model_copy(update={"sequence_length": found.length + step})}
     )
-    assert not len(search(longer, cluster.of(1), 1).order)
+    assert not len(search(longer, cluster.with_devices(1), 1).order)
 
 
 def test_a_longer_sequence_has_no_more_tokens_a_step_and_a_batch_that_divides() -> None:
@@ -236,14 +236,14 @@ def test_the_largest_batch_fits_in_one_go_and_a_larger_does_not() -> None:
     cluster = of_memory(6, offload=False)
     found = largest_batch(job(), cluster, 2)
     assert found.global_batch == found.micro_batch * found.data_parallel > 0
-    exact = search(found.job, cluster.of(2), 2)
+    exact = search(found.job, cluster.with_devices(2), 2)
     assert len(exact.order) == 1
     assert int(exact.space.accumulation[0]) == 1
     assert found.step_seconds == pytest.approx(float(exact.total[0]))
     assert found.peak_gib == pytest.approx(float(exact.peak[0]) / GIB)
     for copies in (1, 2):
         more = job(global_batch=found.global_batch - found.global_batch % copies + copies)
-        result = search(more, cluster.of(2), 2)
+        result = search(more, cluster.with_devices(2), 2)
         assert not any(int(result.space.accumulation[place]) == 1 for place in result.order)
 
 
