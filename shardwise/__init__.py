@@ -7,7 +7,7 @@ they are first used, so `import shardwise` takes a few milliseconds and imports 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise.errors import RunFailed, UserError

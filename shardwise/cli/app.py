@@ -9,7 +9,6 @@ import sys
 
 import typer
 
-from shardwise import __version__
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.config import config
 from shardwise.cli.data import data
@@ -23,6 +22,7 @@ from shardwise.cli.probe import probe
 from shardwise.cli.report import report
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
+from shardwise.version import __version__
 
 app = typer.Typer(
     name="shardwise",

@@ -16,11 +16,11 @@ from typing import Literal
 
 import typer
 
-from shardwise import __version__
 from shardwise.cli.arguments import AsJson
 from shardwise.command_name import command_name
 from shardwise.library.torch_version import TORCH_TESTED, installed_version, torch_problem
 from shardwise.units import GIB
+from shardwise.version import __version__
 
 _EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 _CACHE = ".shardwise"

@@ -44,13 +44,13 @@ def plan_answer(
     device_mtbf: float | None,
 ) -> Json:
     """Search for the best layout of a job on a cluster, and return the answer that `--json` prints."""
-    from shardwise import __version__
     from shardwise.library.plan_drawings import drawings
     from shardwise.library.plan_show import advice_of
     from shardwise.search.answer import answer
     from shardwise.search.interval import DEVICE_HOURS
     from shardwise.search.lossy import search_job
     from shardwise.search.whole_run import beyond
+    from shardwise.version import __version__
 
     searched = search_job(config, cluster, cluster.devices)
     config, result = searched.config, searched.result

@@ -246,8 +246,8 @@ def _with_data(config: Config, devices: int) -> Layout:
         nearest = nearest_layout_settings(config.model, config.data, config.train, layout, devices)
         advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
         problem = (
-            f"layout: the other axes take {counted(layout.degrees_without_data, 'device')}, which does not divide "
-            f"{devices}{advice}"
+            f"layout: the other axes take {counted(layout.degrees_without_data, 'device')}, which does not "
+            f"divide {devices}{advice}"
         )
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     if layout.data == -1:

@@ -28,7 +28,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
-from shardwise import __version__
 from shardwise.checkpoint import checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.drivers.registry import driver_of
@@ -46,6 +45,7 @@ from shardwise.resilience.team import Bounds, Leader
 from shardwise.resilience.team_store import FindPort, open_store
 from shardwise.search.planner import Planner
 from shardwise.train.resume import checkpoint_folder
+from shardwise.version import __version__
 
 log = logging.getLogger("shardwise")
 
