@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -49,6 +50,30 @@ def test_a_new_folder_is_made_from_the_wheel_alone(unpacked: Path, tmp_path: Pat
         "model.py",
         "text.txt",
     }
+
+
+def test_the_python_lines_of_the_readme_run_from_the_wheel_alone_in_a_script_without_a_guard(
+    unpacked: Path, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(unpacked), "CUDA_VISIBLE_DEVICES": ""}
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    made = [sys.executable, "-m", "shardwise", "new", "demo"]
+    subprocess.run(made, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=60)
+    script = tmp_path / "demo" / "script.py"
+    script.write_text(f"{lines}\nprint(sw.__file__)\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    speed, loss, file = done.stdout.splitlines()[:1] + done.stdout.splitlines()[-2:]
+    assert float(speed) > 0
+    assert 0 < float(loss) < 10
+    assert Path(file) == unpacked / "shardwise/__init__.py"
 
 
 def test_the_page_of_the_package_has_no_link_into_the_repository(unpacked: Path) -> None:

@@ -166,24 +166,21 @@ def test_a_thread_cannot_launch_a_run(tmp_path: Path) -> None:
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
-def test_the_python_lines_of_the_documentation_run_as_printed(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_python_lines_of_the_page_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for lines in PYTHON.findall((ROOT / page).read_text()):
+    for lines in PYTHON.findall((ROOT / "docs/library.md").read_text()):
         exec(lines, names)
-    printed = capsys.readouterr().out
-    assert "tensor" in printed
-    if page != "README.md":
-        assert names["run"].status == 0
-        assert str(names["proof"]).splitlines()[-2].startswith("PASS: tensor 2")
-        assert "PASS: 1 fault on 2 workers" in str(names["drill"])
-        for result in (names["proof"], names["drill"]):
-            assert result.to_json()["pass"] is True
-            assert "PASS" in result._repr_html_()
+    assert "tensor" in capsys.readouterr().out
+    assert names["run"].status == 0
+    assert str(names["proof"]).splitlines()[-2].startswith("PASS: tensor 2")
+    assert "PASS: 1 fault on 2 workers" in str(names["drill"])
+    for result in (names["proof"], names["drill"]):
+        assert result.to_json()["pass"] is True
+        assert "PASS" in result._repr_html_()
 
 
 def test_an_unknown_choice_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
