@@ -167,8 +167,8 @@ def _in_float8(matrix: BlockProduct, device: Device, sharing: Array | float) -> 
 
 
 def _wide(device: Device) -> str:
-    """Return the precision in which a device multiplies 8-bit numbers that do not fit: float32, if its speed is
-    known."""
+    """Return the precision in which a device multiplies 8-bit numbers that do not fit: float32, if its speed
+    is known."""
     return "float32" if "float32" in device.peak else "bfloat16"
 
 

@@ -175,8 +175,10 @@ class FirstRank:
     def cast_in(self, count: Callable[[tuple[int, ...] | None], Array | Ints]) -> Array:
         """Return the elements that are gathered in 8 bits in the units of some blocks. `count` returns how
         many of those blocks are among the given ones."""
-        elements = (self._measured(cast.names).block * count(cast.blocks) for cast in self.work.cast)
-        return sum(elements, np.zeros(len(self.space)))
+        elements: Array = np.zeros(len(self.space))
+        for cast in self.work.cast:
+            elements = elements + self._measured(cast.names).block * count(cast.blocks)
+        return elements
 
     def blocks_among(self, blocks: tuple[int, ...] | None) -> Array | Ints:
         """Return how many of these blocks (None: of all) are on rank 0."""

@@ -1,6 +1,6 @@
 """Measurements and how they are shown: counters, MFU, memory, the ledger of collectives, sinks and report."""
 
-from shardwise.observe.clock import EXPOSED, SPANS, SpanPart, StepClock, present_time
+from shardwise.observe.clock import SpanPart, StepClock, present_time
 from shardwise.observe.ledger import AxisTimes, Collective, Ledger, axis_times
 from shardwise.observe.memory_use import memory_kind, peak_memory
 from shardwise.observe.mfu import mfu
@@ -9,6 +9,7 @@ from shardwise.observe.record_files import EventsFile, MetricsFile, write_text
 from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
 from shardwise.observe.render_report import render, summarise
 from shardwise.observe.sinks import Sinks, TensorBoardSink, WandbSink, open_sinks
+from shardwise.observe.spans import EXPOSED, SPANS
 from shardwise.observe.terminal import TrainingProgress, error_console, header
 from shardwise.observe.trace import StepTrace
 

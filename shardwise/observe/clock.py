@@ -19,18 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic, perf_counter, time
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shardwise.observe.intervals import Interval
+from shardwise.observe.spans import EXPOSED, SPANS, Span
 
 if TYPE_CHECKING:
     import torch
-
-Span = Literal["data", "forward_backward", "exposed_communication", "optimizer"]
-SPANS: tuple[Span, ...] = get_args(Span)
-"""Spans of every step, in the order in which they are shown."""
-EXPOSED: Span = "exposed_communication"
-"""Span of waits for communication."""
 
 _HOST_SPANS = frozenset({"data"})
 

@@ -36,9 +36,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe.clock import EXPOSED
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record, median_of
+from shardwise.observe.spans import EXPOSED
 from shardwise.plans.plan import PredictedFlow, PredictedStep
 from shardwise.plans.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.plurals import counted

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from shardwise.config import AXES, Layout
 from shardwise.errors import printable
-from shardwise.observe.clock import EXPOSED
 from shardwise.observe.compare_prediction import show_comparison
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
+from shardwise.observe.spans import EXPOSED
 from shardwise.observe.summary import Summary, summarise
 from shardwise.observe.text_plots import bar, line_plot
 from shardwise.plurals import counted

@@ -25,11 +25,11 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.errors import UserError
 from shardwise.files import parse_toml_as, read_bytes
-from shardwise.observe.clock import EXPOSED, SPANS
 from shardwise.observe.compare_prediction import Row, compare, waits_are_known
 from shardwise.observe.goodput import goodput
 from shardwise.observe.memory_use import memory_kind
 from shardwise.observe.records import Record, median_of, read_events, read_metrics
+from shardwise.observe.spans import EXPOSED, SPANS
 from shardwise.observe.totals import RunTotals
 from shardwise.plans import SavedLayout, SavedPlan, read_plan
 
@@ -195,7 +195,9 @@ def _loss(run: RunTotals) -> Summary:
 def _time(steps: Sequence[Record]) -> Summary:
     """Return the seconds of a step, and the share of each span; `other` belongs to no span."""
     seconds = math.fsum(step["seconds"] for step in steps)
-    spans = {name: math.fsum(step.get("spans", {}).get(name, 0.0) for step in steps) for name in SPANS}
+    spans: dict[str, float] = {
+        name: math.fsum(step.get("spans", {}).get(name, 0.0) for step in steps) for name in SPANS
+    }
     spans["other"] = max(0.0, seconds - math.fsum(spans.values()))
     return {
         "seconds_a_step": statistics.median(step["seconds"] for step in steps),

@@ -30,9 +30,9 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{counted(data.held_out, 'sequence')} held out"
         + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
-        "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}{_slow_products(plan, device)}, "
-        f"{_stored(plan.model)} weights and optimizer state, gradients summed in "
-        f"{plan.model.dtypes.summed_by(plan.engine)}",
+        "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}"
+        f"{_slow_products(plan, device)}, {_stored(plan.model)} weights and optimizer state, "
+        f"gradients summed in {plan.model.dtypes.summed_by(plan.engine)}",
         **_pipeline(training),
         "attention": _attention(training),
         "compile": _compiled(training),

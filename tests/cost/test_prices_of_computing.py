@@ -101,8 +101,8 @@ def test_sharded_states_are_updated_in_parts() -> None:
 
 @pytest.mark.parametrize("setting", ["auto", True, False])
 def test_the_update_of_bfloat16_states_has_a_kernel_on_every_gpu_and_on_no_cpu(setting: str | bool) -> None:
-    """Ten numbers of two bytes: weight, gradient and two moments read, all but the gradient written, and three
-    for the norm. Without a kernel torch's operators move 500 bytes."""
+    """Ten numbers of two bytes: weight, gradient and two moments read, all but the gradient written, and
+    three for the norm. Without a kernel torch's operators move 500 bytes."""
     device = replace(DEVICE, bandwidth=1e12, stream=1.0)
     for cluster, moved in (
         (replace(IDEAL, device=device), 20),

@@ -89,8 +89,8 @@ def test_devices_of_a_node_share_what_its_memory_moves() -> None:
 
 
 def test_offloaded_bfloat16_states_move_half_the_bytes_and_are_rounded_by_the_host() -> None:
-    """A micro-batch moves 8 bytes a parameter. The host has no kernel that rounds at random: torch's operators
-    move 500 bytes (optimizers/base.py), where the update of float32 states moves 40."""
+    """A micro-batch moves 8 bytes a parameter. The host has no kernel that rounds at random: torch's
+    operators move 500 bytes (optimizers/base.py), where the update of float32 states moves 40."""
     cluster, space = (
         replace(named("h100x8"), host_memory_bandwidth=1e15),
         space_of([{"zero": 3, "offload": 1}]),
