@@ -175,7 +175,7 @@ class CallbackSink:
     def __init__(self, address: str) -> None:
         path, name = locate(f"observe.callbacks: {address!r}", address, "callbacks.py:Notify")
         self.name = f"the callback {address}"
-        self._object = getattr(load_file(path), name)()
+        self._callback = getattr(load_file(path), name)()
 
     def write(self, record: Record) -> None:
         """Call `on_step`."""
@@ -183,7 +183,7 @@ class CallbackSink:
 
     def event(self, name: str, fields: Record) -> None:
         """Call the method for an event."""
-        if (method := getattr(self._object, f"on_{name}", None)) is not None:
+        if (method := getattr(self._callback, f"on_{name}", None)) is not None:
             method(fields)
 
     def close(self) -> None:

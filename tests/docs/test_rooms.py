@@ -33,7 +33,7 @@ COLLECTIVES |= {
 COLLECTIVES |= {"all_gather_object", "broadcast_object_list", "all_gather_single", "reduce_scatter_single"}
 BESIDE_TRAINING = {
     "probe": "measures the collectives themselves",
-    "verify": "puts comm to the test, and compares what ranks hold without it",
+    "proof": "puts comm to the test, and compares what ranks hold without it",
     "_torch.py": "names that torch changes",
 }
 

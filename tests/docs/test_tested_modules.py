@@ -13,6 +13,9 @@ RUN_BY = {
     "__main__": "cli/test_train_command.py",
     "cli.arguments": "cli/test_words.py",
     "library.columns": "cli/test_verify_command.py",
+    # The names of the library, which tests take from the package itself.
+    "library.functions": "library/test_library.py",
+    "library.results": "library/test_library.py",
     "cli.config": "cli/test_bad_jobs.py",
     "cli.data": "cli/test_words.py",
     "cli.generate": "train/test_inference.py",
@@ -20,6 +23,8 @@ RUN_BY = {
     "cli.plan": "cli/test_plan_command.py",
     "library.plan_drawings": "cli/test_plan_command.py",
     "cli.plan_goals": "cli/test_plan_command.py",
+    "library.plan_job": "cli/test_plan_command.py",
+    "library.plan_job": "cli/test_plan_command.py",
     "library.progress": "cli/test_words.py",
     "cli.templates.own-module.model": "cli/test_new.py",
     "lazy": "cli/test_start.py",
