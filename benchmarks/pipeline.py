@@ -273,7 +273,7 @@ def training_and_step(worker: Worker, config: Config) -> tuple[Training, Callabl
     """A run, and its forward and backward over one and the same global batch."""
     training = build(config, choose(config, worker.world), worker)
     whole = config.train.global_batch
-    batches = Batches(training.dataset, whole, range(whole), training.plan.accumulation, training.mesh.device)
+    batches = Batches(training.text, whole, range(whole), training.plan.accumulation, training.mesh.device)
     batch = next(batches)
     batches.close()
     return training, lambda: forward_backward(training, batch, count_tokens(training, batch))

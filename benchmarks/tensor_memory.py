@@ -217,9 +217,7 @@ def measure(worker: Worker, folder: Path, layers: int) -> dict[str, Any]:
 
 
 def _batch(training: Training) -> list[Batch]:
-    batches = Batches(
-        training.dataset, BATCH, rows=range(BATCH), micro_batches=1, device=training.mesh.device
-    )
+    batches = Batches(training.text, BATCH, rows=range(BATCH), micro_batches=1, device=training.mesh.device)
     batch = next(batches)
     batches.close()
     return batch

@@ -14,20 +14,43 @@ if TYPE_CHECKING:
     from shardwise.library.functions import drill, launch, plan, verify
     from shardwise.library.job import Job
     from shardwise.library.results import Drill, PlanAnswer, Proof, Run
+    from shardwise.plans.sharding import (
+        Sharding,
+        columns,
+        experts,
+        gathered,
+        positions,
+        rows,
+        vocabulary,
+        whole,
+    )
+    from shardwise.train.engine import Engine, Metrics, StepBatch, next_token_loss
 
 __all__ = [
     "Drill",
+    "Engine",
     "Job",
+    "Metrics",
     "PlanAnswer",
     "Proof",
     "Run",
     "RunFailed",
+    "Sharding",
+    "StepBatch",
     "UserError",
     "__version__",
+    "columns",
     "drill",
+    "experts",
+    "gathered",
     "launch",
+    "next_token_loss",
     "plan",
+    "positions",
+    "rows",
     "verify",
+    "vocabulary",
+    "whole",
 ]
 
 _HOMES = {
@@ -35,6 +58,17 @@ _HOMES = {
     "library.functions": ("drill", "launch", "plan", "verify"),
     "library.job": ("Job",),
     "library.results": ("Drill", "PlanAnswer", "Proof", "Run"),
+    "plans.sharding": (
+        "Sharding",
+        "columns",
+        "experts",
+        "gathered",
+        "positions",
+        "rows",
+        "vocabulary",
+        "whole",
+    ),
+    "train.engine": ("Engine", "Metrics", "StepBatch", "next_token_loss"),
 }
 
 

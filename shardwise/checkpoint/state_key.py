@@ -12,6 +12,7 @@ This is the only file that writes or parses that text:
     residual.AXIS.NAME@BOX/2of4         what compression left out of device 2's gradients
     factor.AXIS.NAME@BOX/0              PowerSGD's factor of a slice, equal on the devices that sum together
     random.RANK.cpu                     state of a rank's random generator
+    program.state                       values that a user's program keeps (engine.state)
     file.NAME                           a file of the Hugging Face folder that the model came from
 
 NAME is chosen by whoever wrote the model, and may contain any of these words: `inner_optimizer.weight` is the
@@ -42,6 +43,7 @@ class StateKind(Enum):
     RESIDUAL = "residual."
     FACTOR = "factor."
     RANDOM = "random."
+    PROGRAM = "program."
     FILE = "file."
     OTHER = ""
 
@@ -100,6 +102,11 @@ class StateKey:
     def random(cls, rank: int, device: str) -> StateKey:
         """Return the key of a rank's random generator for this type of device."""
         return cls(StateKind.RANDOM, str(rank), device)
+
+    @classmethod
+    def program(cls) -> StateKey:
+        """Return the key of the values that a user's program keeps."""
+        return cls(StateKind.PROGRAM, "state")
 
     @classmethod
     def parse(cls, text: str) -> StateKey:

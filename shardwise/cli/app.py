@@ -57,6 +57,9 @@ def _options(
 
 app.command()(new)
 app.command(cls=JobCommand, epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
+app.command(name="run", cls=JobCommand, help="Train a program, file.py:function: `train` by another name.")(
+    train
+)
 app.command()(report)
 app.command()(generate)
 for command in (plan, verify, drill):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-JobFile = Annotated[Path, typer.Argument(help="The job: a TOML file.")]
+JobFile = Annotated[Path, typer.Argument(help="The job: a TOML file, or a program as file.py:function.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),

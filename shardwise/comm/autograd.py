@@ -59,6 +59,14 @@ def total(x: Tensor, comm: Comm, axis: str) -> Tensor:
 
 
 @eager
+def replicate(x: Tensor, comm: Comm, axis: str) -> Tensor:
+    """Forward: return `x` as it is, which all devices have alike. Backward: sum over the devices, each of
+    which uses it in another way."""
+    result: Tensor = _Replicate.apply(x, comm, axis) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    return result
+
+
+@eager
 def all_to_all(
     rows: Tensor,
     comm: Comm,
@@ -114,6 +122,17 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, x: Tensor, comm: Comm, axis: str) -> Tensor:
+        ctx.comm, ctx.axis = comm, axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.all_reduce(gradient.contiguous().clone(), ctx.axis), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -37,7 +37,17 @@ from shardwise.config.read import (
     read_with_origins,
 )
 from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
-from shardwise.config.schema import Checkpoint, Config, Data, Observe, Recovery, Run, TextSource, Train
+from shardwise.config.schema import (
+    Checkpoint,
+    Config,
+    Data,
+    Observe,
+    Recovery,
+    Run,
+    TextSource,
+    Train,
+    brings_data,
+)
 from shardwise.config.write_job import to_toml
 
 __all__ = [
@@ -66,6 +76,7 @@ __all__ = [
     "TextSource",
     "Train",
     "borrowed_devices",
+    "brings_data",
     "can_borrow",
     "complete_config",
     "context_attention",

@@ -17,7 +17,7 @@ from shardwise.config.layout import Layout
 from shardwise.config.machine import ClusterSection
 from shardwise.config.model import Model
 from shardwise.config.parameters import count
-from shardwise.config.schema import Data, Train
+from shardwise.config.schema import Data, Run, Train
 from shardwise.drivers.registry import DRIVERS, driver_named
 from shardwise.optimizers import Optimizer
 from shardwise.section import Section
@@ -175,8 +175,8 @@ def _mixture(model: Model) -> Iterator[str]:
         yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
 
 
-def _data(data: Data) -> Iterator[str]:
-    if data.source is None and not data.sources:
+def _data(data: Data, run: Run) -> Iterator[str]:
+    if data.source is None and not data.sources and run.program is None:
         yield "data.source: missing; give a text, JSONL or Parquet file, a folder, or prepared shards"
     if data.source is not None and data.sources:
         yield _keep_one("data.source", "data.sources")

@@ -17,6 +17,7 @@ from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import (
     BATCH,
     RULES,
+    RULES_WITHOUT_MODEL,
     SEQUENCE,
     TENSOR,
     JobTables,
@@ -58,6 +59,8 @@ def problems_of_layout(
     """
     job = JobTables(model, data, train, layout)
     broken, batch = list(_broken(job)), [problem for _, problem in run_check(first_broken_rule, BATCH, job)]
+    if "module" in model.__dict__ and model.is_of_program and "global_batch" not in train.model_fields_set:
+        batch = []  # the program says how large its batches are
     problems = [rule.problem for rule in broken]
     if broken and all(section.is_whole for section in job):
         problems = [rule.problem + _advice(job, rule, broken, devices) for rule in broken]
@@ -69,7 +72,11 @@ def problems_of_layout(
 def layout_is_possible(model: Model, data: Data, train: Train, layout: Layout) -> bool:
     """Whether the layout breaks no rule."""
     job = JobTables(model, data, train, layout)
-    return not any(rule.is_broken(job, layout) for rules in RULES for rule in rules)
+    return not any(rule.is_broken(job, layout) for rules in _rules_for(model) for rule in rules)
+
+
+def _rules_for(model: Model) -> tuple[tuple[Rule, ...], ...]:
+    return RULES_WITHOUT_MODEL if "module" in model.__dict__ and model.is_of_program else RULES
 
 
 def _broken(job: JobTables) -> Iterator[BrokenRule]:
@@ -78,7 +85,7 @@ def _broken(job: JobTables) -> Iterator[BrokenRule]:
     If `tensor` is refused, the sequence is checked without a tensor axis, because that degree will change.
     """
     refused: list[Rule] = []
-    for rules in RULES:
+    for rules in _rules_for(job.model):
         checked = job
         if rules is SEQUENCE and any(rule in TENSOR for rule in refused):
             checked = job._replace(layout=job.layout.model_copy(update={"tensor": 1}))

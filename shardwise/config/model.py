@@ -9,6 +9,8 @@ from pydantic import Field
 from shardwise.files import Json
 from shardwise.section import Degree, Section
 
+PROGRAM = "program"
+"""Value of `model.module` where a program (`run.program`) prepares its own module."""
 LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
 """Limits of Llama 3.1's rotary scaling: a frequency with fewer periods in the original length than the first
 is scaled fully, and one with more than the second not at all."""
@@ -132,6 +134,11 @@ class Model(Section):
     router_z_loss: float = Field(
         0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none"
     )
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether a program prepares the module, so that no size of the table applies to it."""
+        return self.module == PROGRAM
 
     def settings(self) -> Json:
         """Return every setting of the model itself, without the source it came from."""

@@ -47,9 +47,25 @@ def locate(where: str, address: str, example: str) -> tuple[Path, str]:
     return path, name
 
 
+_loading: list[Path] = []
+
+
 @cache
 def load_file(path: Path) -> ModuleType:
     """Run a Python file once, as an import would; files beside it can be imported from it."""
+    _loading.append(path)
+    try:
+        return _loaded(path)
+    finally:
+        _loading.pop()
+
+
+def being_loaded() -> Sequence[Path]:
+    """Return the files of users that are being run now, the innermost last."""
+    return _loading
+
+
+def _loaded(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file; its name must end in .py")
@@ -61,6 +77,8 @@ def load_file(path: Path) -> ModuleType:
     return loaded
 
 
+PICKLED = ".pkl"
+"""End of the address of a program that `shardwise.launch` has written to a file itself."""
 TABLE = "sharding"
 """Name of the attribute that is a module's sharding table."""
 
@@ -91,6 +109,17 @@ def problems_of_callbacks(callbacks: Sequence[str]) -> Iterator[str]:
             _parse(where, *locate(where, address, "callbacks.py:Notify"))
         except UserError as error:
             yield str(error)
+
+
+def problems_of_program(address: str) -> Iterator[str]:
+    """Yield what is wrong with the file of a program."""
+    where = f"run.program = {address!r}"
+    try:
+        if address.endswith(PICKLED):
+            return
+        _parse(where, *locate(where, address, "train.py:program"))
+    except UserError as error:
+        yield str(error)
 
 
 def _parse(where: str, path: Path, name: str) -> ast.Module:

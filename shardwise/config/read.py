@@ -27,7 +27,8 @@ from shardwise.config.check import MODEL_SOURCES, problems_across, run_check, so
 from shardwise.config.compression import AUTO
 from shardwise.config.layout import Layout
 from shardwise.config.layouts import problems_of_layout
-from shardwise.config.model import Model
+from shardwise.config.model import PROGRAM, Model
+from shardwise.config.module_file import PICKLED
 from shardwise.config.other_names import did_you_mean, dtype_suggestion, job_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained_folder import Tables, with_pretrained
@@ -44,6 +45,8 @@ Sections = Mapping[str, Section]
 Check = Callable[[Sections], Iterable[str]]
 """A function that returns the problems of a job, or raises one as a `UserError`."""
 
+PROGRAM_FILE = ".py:"
+"""Part of the address of a program, `file.py:function`, which stands for a job that has only this program."""
 UNSET_WORDS = ("none", "None", "null", "nil", "unset")
 """Words that users write to leave a key out."""
 
@@ -54,7 +57,8 @@ PLANNED_LAYOUTS: Tables = {"auto": {}, "auto+lossy": {"compression": AUTO}}
 def read(
     path: str | Path, overrides: Sequence[str] = (), devices: int | None = None, checks: Sequence[Check] = ()
 ) -> Config:
-    """Return the job in a TOML file, changed by `section.key=value` overrides.
+    """Return the job in a TOML file, or of a program `file.py:function`, changed by `section.key=value`
+    overrides.
 
     `devices`, if known, is the number of devices that advice about the layout is for.
     """
@@ -83,7 +87,10 @@ def _name(section: str, key: str) -> str:
 
 
 def _fill(tables: Tables, problems: list[str]) -> Origins:
-    """Fill in the values of the preset and the pretrained folder, and return where they come from."""
+    """Fill in the values of the preset, the pretrained folder and the program, and return where they come
+    from."""
+    if tables.get("run", {}).get("program") and not tables.get("model"):
+        tables["model"] = {"module": PROGRAM}
     given = tables.get("model", {})
     tables["model"] = _with_preset(given, problems)
     origins = {
@@ -105,6 +112,8 @@ def from_tables(given: Mapping[str, Mapping[str, object]], source: str = "config
 
 
 def _load(path: Path) -> Json:
+    if PROGRAM_FILE in str(path) or path.suffix == PICKLED:
+        return {"run": {"program": str(path)}}
     advice = f"Give the path of a TOML job file; `{command_name()} new demo` writes one to begin with."
     try:
         return parse_toml(read_bytes(path, advice), path)

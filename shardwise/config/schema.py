@@ -305,6 +305,12 @@ class Run(Section):
         description="config, plan, metrics, logs and checkpoints of the run; left out: `runs/NAME` for a job "
         "file NAME.toml",
     )
+    program: str | None = Field(
+        None,
+        description="your own training loop, as `file.py:function`, which is called with an engine "
+        "(docs/library.md); without a table `[model]` it brings its own model, and without `data.source` its "
+        "own data",
+    )
     device: Device = Field(
         "auto",
         description="what workers compute on; auto: one GPU per worker if there are enough, else the CPU; "
@@ -371,3 +377,8 @@ def keys_of(section: str) -> dict[str, FieldInfo]:
     for kind in BUILT_IN.values():
         keys = {**kind.model_fields, **keys}  # the first that has a key describes it
     return keys
+
+
+def brings_data(config: Config) -> bool:
+    """Return whether the data are those of the job's program."""
+    return config.run.program is not None and config.data.source is None and not config.data.sources

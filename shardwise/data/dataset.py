@@ -26,6 +26,7 @@ of each sequence, half a conversation on average. Conversations never attend to 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,6 +130,10 @@ class Dataset:
         assert first >= 0, "sequences count from 0"
         sources, samples, _ = self.order.at(np.arange(first, first + count, dtype=np.int64))
         return self._rows(sources, samples)
+
+    def fingerprint(self, first: int) -> int:
+        """Return a checksum of the sequence at a place of the run."""
+        return zlib.crc32(np.ascontiguousarray(self.sequences(first, 1).inputs).tobytes())
 
     def held_out_rows(self, start: int, count: int) -> Rows:
         """Return held-out sequences [start, start + count).

@@ -34,6 +34,7 @@ from shardwise.optim import local
 from shardwise.parallel.placement import local_slices
 from shardwise.resilience.channel import Credentials
 from shardwise.train.build import Training
+from shardwise.train.record import StepRecord
 from shardwise.train.sources import Drawn
 
 AGE_SHARE = 0.1
@@ -100,7 +101,13 @@ class Contributions:
         loss = torch.tensor(update.loss / items if training.mesh.is_main else 0.0, dtype=torch.float64)
         checksum = update.checksum if training.mesh.is_main else 0
         return Drawn(
-            loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped), rate=rate
+            loss,
+            tokens,
+            checksum,
+            clip=training.config.train.clip,
+            staleness=update.staleness,
+            dropped=len(update.dropped),
+            rate=rate,
         )
 
     def prepare_next(self) -> None:
@@ -110,7 +117,7 @@ class Contributions:
         """Fail: only float8 repeats steps, and it is refused with a parameter server."""
         raise AssertionError("no step of a server is repeated")
 
-    def step_done(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+    def step_done(self, done: StepRecord) -> None:
         """Publish the weights of the step that is done, and note which sequences are in them."""
         self._publish()
         state = State()
@@ -122,6 +129,9 @@ class Contributions:
         self.training.missing = tuple(
             range(portion * self.rows, (portion + 1) * self.rows) for portion in missing
         )
+
+    def finish(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Close all connections to workers."""

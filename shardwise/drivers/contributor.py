@@ -183,7 +183,7 @@ class _Connected:
 
 def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
     """Return the micro-batches of a portion of `size` rows."""
-    train, dataset = training.config.train, training.dataset
+    train, dataset = training.config.train, training.text
     count = -(-size // (train.micro_batch or size))
     parts = [(portion * size + part.start, len(part)) for part in split_evenly(size, count)]
     return [

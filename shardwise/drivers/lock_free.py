@@ -75,7 +75,11 @@ class LockFree(RankRows):
         with clock.span("optimizer"), self._lock():
             conflicting = stamps.write(rows)
             update(
-                training.optimizer, lr, divisor(training, norm), skip, shared=training.mesh.worker.world > 1
+                training.optimizer,
+                lr,
+                divisor(training, norm, training.config.train.clip),
+                skip,
+                shared=training.mesh.worker.world > 1,
             )
             stamps.written()
         return loss, norm, (1, int(conflicting > 0), len(rows), conflicting)

@@ -38,7 +38,7 @@ def checks_of_run(counts_of: Callable[[Config], WorkerCounts]) -> Sequence[Check
 
 def checks_of_proof() -> Sequence[Check]:
     """Return the checks of a job that computes on this machine in any way."""
-    return [_torch, _device, _data, _module, float8_problems]
+    return [_torch, _device, _data, _module, _program, float8_problems]
 
 
 def _torch(sections: Sections) -> Iterator[str]:
@@ -109,8 +109,19 @@ def _module(sections: Sections) -> Iterator[str]:
     from shardwise.config.module_file import problems_of_module
 
     model, layout = sections.get("model"), sections.get("layout")
-    if isinstance(model, Model) and model.module is not None:
+    if isinstance(model, Model) and model.module is not None and not model.is_of_program:
         yield from problems_of_module(model, layout if isinstance(layout, Layout) else None)
+
+
+def _program(sections: Sections) -> Iterator[str]:
+    from shardwise.config import Model, Run
+    from shardwise.config.module_file import problems_of_program
+
+    run, model = sections.get("run"), sections.get("model")
+    if isinstance(run, Run) and run.program is not None:
+        yield from problems_of_program(run.program)
+    elif isinstance(model, Model) and model.is_of_program:
+        yield "model.module = 'program': no program is given; add run.program = 'file.py:function'"
 
 
 def float8_problems(sections: Sections) -> Iterator[str]:

@@ -24,11 +24,13 @@ def drill_job(
     from shardwise.config import read
     from shardwise.drivers.driver import WorkerCounts
     from shardwise.library.check_job import checks_of_run
+    from shardwise.library.start import with_program
 
     def counts(config: Config) -> WorkerCounts:
         return WorkerCounts(*[_workers(config, workers)] * 3)
 
     config = read(job, overrides, workers, [lambda _: _unknown(faults), *checks_of_run(counts)])
+    config = with_program(config)
     from shardwise.plans import choose
     from shardwise.proof.drill import drill as run
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from shardwise.config.module_file import being_loaded
 from shardwise.errors import UserError
-from shardwise.library.job import Job
+from shardwise.library.job import Job, Tables
 from shardwise.library.results import Drill, PlanAnswer, Proof, Run
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -18,7 +19,11 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 Reference = Literal["one-device", "plain"]
 
 
-def plan(job: Job, cluster: str | None = None, everything: bool = False) -> PlanAnswer:
+Trained = Job | str | Path | Callable[[Any], object]
+"""A job, the path of a job file, or a program: a function of an engine."""
+
+
+def plan(job: Trained, cluster: str | None = None, everything: bool = False, **tables: Tables) -> PlanAnswer:
     """Return the best layout of a job, what it costs, and why it wins. This imports no torch if the job, or
     `cluster`, names a cluster.
 
@@ -30,6 +35,7 @@ def plan(job: Job, cluster: str | None = None, everything: bool = False) -> Plan
     from shardwise.library.plan_job import cluster_of, plan_answer, problems_of_cluster
     from shardwise.search.search import check_countable
 
+    job = _job(job, tables)
     if cluster is not None:
         kind, other = ("file", "preset") if cluster.endswith(".toml") else ("preset", "file")
         job = job.changed(cluster={kind: cluster, other: None})
@@ -40,12 +46,15 @@ def plan(job: Job, cluster: str | None = None, everything: bool = False) -> Plan
 
 
 def launch(
-    job: Job,
+    job: Trained,
     workers: int | None = None,
     min_workers: int | None = None,
     max_workers: int | None = None,
+    **tables: Tables,
 ) -> Run:
-    """Train a job, and return the run when it has ended.
+    """Train a job or a program, and return the run when it has ended.
+
+    `tables` are settings of the job, as in `Job.read`: `layout={"tensor": 2}`.
 
     This starts local workers: `workers` of them, by default one per GPU or as many as the layout has devices.
     In a process that torchrun, srun or a PET_* operator has started, it joins the others instead. A run that
@@ -54,6 +63,7 @@ def launch(
     from shardwise.library.start import start
     from shardwise.resilience.stopping import Stopped
 
+    job = _job(job, tables)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("launch: call it in the main thread, which receives the signals that stop a run")
     with _signal_handlers_kept():
@@ -65,14 +75,15 @@ def launch(
 
 
 def verify(
-    job: Job,
+    job: Trained,
     steps: int = 3,
     dtype: Dtype = "float64",
     against: Reference = "one-device",
     device: Device | None = None,
+    **tables: Tables,
 ) -> Proof:
-    """Prove that the layout of a job computes what one device computes: loss, gradients, their norm, and
-    weights after a few steps.
+    """Prove that the layout of a job or a program computes what one device computes: loss, gradients, their
+    norm, and weights after a few steps.
 
     `against` is the reference: "one-device" is the same code without a layout, "plain" is plain torch, which
     shares no code with it. `device` is short for the job's `run.device`.
@@ -81,27 +92,40 @@ def verify(
 
     _check_choice("dtype", dtype, get_args(Dtype))
     _check_choice("against", against, get_args(Reference))
-    job = _on_device(job, device)
+    job = _on_device(_job(job, tables), device)
     return Proof(prove_job(job.path, job.overrides, steps, dtype, None, against))
 
 
 def drill(
-    job: Job,
+    job: Trained,
     faults: str = "kill,hang,corrupt,full,term",
     count: int = 5,
     seed: int = 0,
     workers: int | None = None,
     device: Device | None = None,
+    **tables: Tables,
 ) -> Drill:
-    """Train a job undisturbed, then again while faults are injected, and prove that nothing was lost.
+    """Train a job or a program undisturbed, then again while faults are injected, and prove that nothing was
+    lost.
 
     `faults` names kinds of faults, which take turns: kill, hang, corrupt, full, term, lose. `seed` decides
     steps, ranks, files and bytes. `device` is short for the job's `run.device`.
     """
     from shardwise.library.drill_job import drill_job
 
-    job = _on_device(job, device)
+    job = _on_device(_job(job, tables), device)
     return Drill(drill_job(job.path, job.overrides, faults, count, seed, workers))
+
+
+def _job(what: Trained, tables: Mapping[str, Tables]) -> Job:
+    """Return the job to work on. Refuse a call that is made while workers import the script that makes it."""
+    if being_loaded():
+        raise UserError(
+            f"{being_loaded()[-1]} calls shardwise when it is imported, and workers import it to find the "
+            f"program. "
+            'Put the call below `if __name__ == "__main__":`'
+        )
+    return Job.of(what, **tables)
 
 
 def _on_device(job: Job, device: Device | None) -> Job:

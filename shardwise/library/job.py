@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
 
@@ -41,6 +41,18 @@ class Job:
         job = Job(self.path, given)
         job.config  # noqa: B018 - reading it is the check
         return job
+
+    @classmethod
+    def of(cls, what: Job | str | Path | Callable[[Any], object], **tables: Tables) -> Job:
+        """Return a job: itself, that of a file, or that of a program, a function of an engine; with changes,
+        as in `read`."""
+        if isinstance(what, Job):
+            return what.changed(**tables) if tables else what
+        if isinstance(what, str | Path):
+            return cls.read(what, **tables)
+        from shardwise.library.program_address import address_of
+
+        return cls.read(address_of(what), **tables)
 
     @property
     def config(self) -> Config:

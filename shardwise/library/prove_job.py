@@ -25,13 +25,15 @@ def prove_job(
     from shardwise.config import read
     from shardwise.library.check_job import checks_of_proof
     from shardwise.library.progress import preparing
+    from shardwise.library.start import with_program
     from shardwise.observe import error_console
     from shardwise.proof.proof_job import Against, Dtype, Sabotage
     from shardwise.proof.prove import prove
 
     given = [("--dtype", dtype, get_args(Dtype)), ("--against", against, get_args(Against))]
     given += [("--sabotage", sabotage, get_args(Sabotage))] if sabotage is not None else []
-    config = read(job, overrides, checks=[lambda _: _unknown_choices(given), *checks_of_proof()])
+    checks = [lambda _: _unknown_choices(given), *checks_of_proof()]
+    config = with_program(read(job, overrides, checks=checks))
     broken, say = cast("Sabotage | None", sabotage), error_console().print
     return prove(config, steps, cast(Dtype, dtype), broken, preparing, say, cast(Against, against))
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.config.parameters import ModuleParameters
-    from shardwise.data import Dataset
     from shardwise.drivers.driver import WorkerCounts
     from shardwise.mesh import Node, Worker
     from shardwise.plans import Plan
@@ -44,7 +43,8 @@ def start(
             return _be_worker(config, launch)
     node = launch if isinstance(launch, Node) else None
     checks = checks_of_run(lambda config: _worker_counts(config, node, workers, limits))
-    return _start(read(job, overrides, workers or limits[1], checks), node, workers, limits)
+    config = with_program(read(job, overrides, workers or limits[1], checks))
+    return _start(config, node, workers, limits)
 
 
 def _read_by_worker(job: Path, overrides: Sequence[str]) -> Config:
@@ -55,7 +55,16 @@ def _read_by_worker(job: Path, overrides: Sequence[str]) -> Config:
 
     config = read(job, overrides)
     need_torch()
-    return config
+    return with_program(config)
+
+
+def with_program(config: Config) -> Config:
+    """Return the job with what its program asks for. Only a job with a program needs torch for this."""
+    if config.run.program is None:
+        return config
+    from shardwise.train.program import described
+
+    return described(config)
 
 
 @contextmanager
@@ -69,15 +78,20 @@ def _holding(config: Config) -> Iterator[None]:
         yield
 
 
-def _check_data(config: Config) -> Dataset:
-    """Prepare the data, and check the job against all of it, before any worker starts."""
+def _check_data(config: Config) -> str:
+    """Prepare the data, and check the job against all of it, before any worker starts. Return a description
+    of the data that is the same on all hosts."""
+    from shardwise.config import brings_data
     from shardwise.data import Dataset, check_vocabulary
     from shardwise.library.progress import preparing
+
+    if brings_data(config):
+        return ""
 
     with preparing() as progress:
         dataset = Dataset.open(config.data, config.train.seed, progress)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    return dataset
+    return dataset.content
 
 
 def _worker_counts(config: Config, node: Node | None, workers: int | None, limits: Limits) -> WorkerCounts:
@@ -150,10 +164,10 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
             check_resolves(node.address)
         if leads:
             _check_room(config, planner.first)
-        dataset = _check_data(config)
+        content = _check_data(config)
         # The first worker imports torch, so that its first message comes seconds later.
         print(f"starting {counted(slots, 'worker')}…", file=sys.stderr)
-        data = dataset.content if node is not None else ""  # other hosts must have the same data
+        data = content if node is not None else ""  # other hosts must have the same data
         return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
 
 
@@ -238,7 +252,8 @@ def _check(planner: Planner) -> None:
         from shardwise.train.resume import resume_of
 
         check_module(with_data_settings(planner.config), plan.layout)
-        for warning in () if to_resume(resume_of(planner.config)) else check_first_values(planner.config):
+        keeps_values = planner.config.model.is_of_program or to_resume(resume_of(planner.config))
+        for warning in () if keeps_values else check_first_values(planner.config):
             print(f"warning: {warning}", file=sys.stderr)
 
 

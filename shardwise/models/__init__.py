@@ -14,16 +14,31 @@ from shardwise.models.initialise import (
     replaces_constructor_value,
 )
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
+from shardwise.models.program_module import (
+    LossCall,
+    LossSums,
+    build_program_module,
+    for_program,
+    use_factory,
+)
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
 from shardwise.models.unallocated import lost_values, weights_without_memory
-from shardwise.models.user_module import adapt, build_user_module, count_items, counts_items
+from shardwise.models.user_module import (
+    adapt,
+    build_user_module,
+    count_items,
+    counts_items,
+    with_embeddings_in,
+)
 
 __all__ = [
     "IGNORED",
     "Block",
     "CachedLogits",
     "Head",
+    "LossCall",
+    "LossSums",
     "MixtureOfExperts",
     "NextLogits",
     "Role",
@@ -32,6 +47,7 @@ __all__ = [
     "VocabularyPart",
     "adapt",
     "attention_backends",
+    "build_program_module",
     "build_user_module",
     "check_first_value",
     "check_values",
@@ -39,6 +55,7 @@ __all__ = [
     "count_items",
     "counts_items",
     "describe_attention",
+    "for_program",
     "generate",
     "initial_value",
     "initialise",
@@ -46,5 +63,7 @@ __all__ = [
     "lost_values",
     "matches",
     "replaces_constructor_value",
+    "use_factory",
     "weights_without_memory",
+    "with_embeddings_in",
 ]

@@ -170,7 +170,7 @@ class Adapted(Replacement):
         given = {"documents": documents, "positions": positions, "logits_at": logits_at}
         known, dtype = self.accepted_arguments, self.adapted_dtype
         more = {name: value for name, value in given.items() if value is not None and name in known}
-        with _mixed(inputs.device.type, dtype):
+        with mixed_precision(inputs.device.type, dtype):
             result = super().forward(inputs, targets, **more)
         if targets is not None:
             return _checked_loss(result, self.adapted_name).to(wide(dtype))
@@ -200,21 +200,27 @@ class Cast(Replacement):
         return join_texts(super().extra_repr(), f"cast to {_short(self.cast_dtype)}")
 
 
-def adapt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a module that takes the place of a user's module: it is called like the transformer, and
-    computes in that dtype."""
+def with_embeddings_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return the module with embeddings whose vectors have the dtype that it computes in."""
     replacements: dict[nn.Module, nn.Module] = {}
     if dtype in MIXED:
         embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
         replacements = {part: _in_dtype(part, dtype) for part in embeddings}
-    replacements[module] = replacement(
-        replacements.get(module, module),
+    return put_in_place(module, replacements)
+
+
+def adapt(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a module that takes the place of a user's module: it is called like the transformer, and
+    computes in that dtype."""
+    module = with_embeddings_in(module, dtype)
+    adapted = replacement(
+        module,
         Adapted,
         adapted_name=type(module).__name__,
         adapted_dtype=dtype,
         accepted_arguments=accepted_arguments(module),
     )
-    return put_in_place(module, replacements)
+    return put_in_place(module, {module: adapted})
 
 
 def _in_dtype(part: nn.Embedding, dtype: torch.dtype) -> nn.Module:
@@ -224,7 +230,8 @@ def _in_dtype(part: nn.Embedding, dtype: torch.dtype) -> nn.Module:
 
 def name_of(module: nn.Module) -> str:
     """Return the name of a module's class; for an adapted module, that of the user's class."""
-    return module.adapted_name if isinstance(module, Adapted) else type(module).__name__
+    name: str = getattr(module, "adapted_name", type(module).__name__)
+    return name
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -238,7 +245,8 @@ def _is_plain(part: nn.Module) -> bool:
     return part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
 
 
-def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+def mixed_precision(device_type: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Return the context in which a user's module computes in this dtype."""
     if dtype not in MIXED or device_type == "meta":
         return nullcontext()
     return torch.autocast(device_type, dtype)

@@ -29,10 +29,13 @@ from shardwise.models import (
     Sharding,
     Transformer,
     adapt,
+    build_program_module,
     build_user_module,
     check_values,
+    for_program,
     initialise,
     weights_without_memory,
+    with_embeddings_in,
 )
 from shardwise.models.experts import Router
 from shardwise.models.float8_products import Scale
@@ -45,7 +48,7 @@ from shardwise.parallel.data import DataParallel, Replicated, SingleDevice, shar
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.float8_scales import Scales, use_float8
 from shardwise.parallel.parallel_model import ParallelModel
-from shardwise.parallel.placement import local_part
+from shardwise.parallel.placement import assign, local_part
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds, seed_blocks
 from shardwise.parallel.stage_modules import make_stages, reduce_to_stage
@@ -92,9 +95,14 @@ def build_plain(spec: ModelSpec) -> nn.Module:
     """Return the whole model as on one device: weights without memory, buffers with their values."""
     compute = DTYPES[spec.dtypes.compute]
     with weights_without_memory(spec.seed):
-        model = (build_user_module if spec.is_user_module else Transformer)(spec.shape)
+        if spec.shape.is_of_program:
+            model = build_program_module()
+        else:
+            model = (build_user_module if spec.is_user_module else Transformer)(spec.shape)
     _store_weights_in(model, DTYPES[spec.dtypes.states])
-    if spec.is_user_module:
+    if spec.shape.is_of_program:
+        model = for_program(with_embeddings_in(model, compute), compute)
+    elif spec.is_user_module:
         model = adapt(model, compute)
     for module in model.modules():
         if isinstance(module, Embedding):
@@ -261,6 +269,19 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
         module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())
     ]
     return [*unshared, *_blocks(model, table)]
+
+
+@torch.no_grad()
+def construct_weights(parallel: ParallelModel, seed: int) -> None:
+    """Give weights and buffers the values that the constructor of a program's module gives them: on any
+    layout those of `torch.manual_seed(seed)` and the constructor on one device. For that, each process has
+    the whole model in host memory for a moment."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        whole = build_program_module()
+    values = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    for name, parameter in (*parallel.named_parameters(), *parallel.named_buffers()):
+        assign(parameter, values[name])
 
 
 def draw_weights(parallel: ParallelModel, seed: int) -> None:

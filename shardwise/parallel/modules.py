@@ -39,6 +39,9 @@ class Share:
     size: int
     role: Role | None = None
     """The module's role in the sharding table, if it has one."""
+    splits_sequence: bool = True
+    """Whether each device has its own part of the sequence between the modules that share a matrix. Otherwise
+    all devices have the same activations there."""
 
     @classmethod
     def of(cls, comm: Comm, axis: str, role: Role | None = None) -> Share:

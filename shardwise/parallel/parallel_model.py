@@ -17,13 +17,17 @@ from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
 from shardwise.config.axes import TOKEN_AXES
 from shardwise.data.batches import Batch
-from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
+from shardwise.models import LossCall, MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.float8_scales import Scales
 from shardwise.parallel.residuals import residual_state
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stage_modules import Stages
 from shardwise.parallel.tensor import split_like, sum_whole
+from shardwise.plans.sharding import copies_parts
+
+MicroBatches = Sequence[Batch | LossCall]
+"""The micro-batches of a step on one device: of tokens, or of a program's loss function."""
 
 
 @dataclass
@@ -90,7 +94,7 @@ class ParallelModel:
         for part in self.parts:
             yield from residual_state(part, self.comm.mesh)
 
-    def forward_backward(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
+    def forward_backward(self, batch: MicroBatches, factor: Tensor) -> Tensor:
         """Add the gradients of `factor` times the summed loss, and return this rank's share of that sum,
         without the factor."""
         for mixture in self.mixtures:
@@ -106,12 +110,16 @@ class ParallelModel:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
             split_like(parameter)
-        dense = (parameter for name, parameter in self.named_parameters() if not self._is_expert(name))
+        dense = (parameter for name, parameter in self.named_parameters() if self._sums_over_tensor(name))
         sum_whole(dense, self.comm)
 
-    def _is_expert(self, name: str) -> bool:
+    def _sums_over_tensor(self, name: str) -> bool:
+        """Return whether each device of the tensor axis has a part of the gradient of this weight, if all of
+        them have the whole weight."""
         role = self.table.role(name.rpartition(".")[0])
-        return role is not None and role.kind == "experts"
+        if role is None or role.kind == "experts":
+            return role is None and self.table.sequence_parallel
+        return self.table.sequence_parallel or copies_parts(role, self.comm.mesh.size("tensor"))
 
     def take_loads(self) -> Tensor:
         """Return how often the global batch chose each expert, for each mixture of this rank, and reset the
@@ -129,7 +137,7 @@ class ParallelModel:
             if mixture.config.balance_bias:
                 mixture.update_bias(load)
 
-    def _run(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
+    def _run(self, batch: MicroBatches, factor: Tensor) -> Tensor:
         (part,) = self.parts
         total = torch.zeros_like(factor)
         for index, micro_batch in enumerate(batch):
@@ -153,15 +161,21 @@ class ParallelModel:
             return count_items(self.parts[0].model, batch.inputs, batch.targets)
         return torch.tensor(float(batch.valid), dtype=torch.float64, device=batch.inputs.device)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch | LossCall) -> None:
         """Seed the random numbers of a micro-batch; call this before its forward."""
         if self.seeds is not None:
             self.seeds.begin(batch.first)
 
-    def arguments(self, batch: Batch) -> dict[str, Tensor | None]:
+    def arguments(self, batch: Batch | LossCall) -> dict[str, Tensor | LossCall | None]:
         """Return the arguments of the model's forward, for this device's part of the sequences."""
+        if isinstance(batch, LossCall):
+            return {"call": batch}
         part = self.local_batch(batch)
-        arguments = {"inputs": part.inputs, "targets": part.targets, "documents": part.documents}
+        arguments: dict[str, Tensor | LossCall | None] = {
+            "inputs": part.inputs,
+            "targets": part.targets,
+            "documents": part.documents,
+        }
         if self.positions is not None:
             arguments["positions"] = self.positions(batch.inputs.shape[1])
         return arguments
@@ -176,7 +190,7 @@ class ParallelModel:
             batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions], documents=documents
         )
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch | LossCall) -> Tensor:
         """Return this rank's share of the summed loss, without gradients."""
         (part,) = self.parts
         self.begin(batch)

@@ -31,12 +31,12 @@ from torch.distributed.pipelining import PipelineStage
 from shardwise._torch import graph_owners, pipeline_runtime
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
-from shardwise.models import Head
+from shardwise.models import Head, LossCall
 from shardwise.models.float8_products import ScaledProduct
 from shardwise.models.torch_dtypes import wide
 from shardwise.optim import local
 from shardwise.parallel.data import DataParallel
-from shardwise.parallel.parallel_model import ParallelModel
+from shardwise.parallel.parallel_model import MicroBatches, ParallelModel
 from shardwise.parallel.stage_modules import AXIS, Stages
 
 
@@ -199,10 +199,11 @@ class Pipelined(ParallelModel):
                 if not (once and stage > 0 and name in self.table.tied):
                     yield self.table.tied_name(name), parameter
 
-    def _run(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
-        self._batch, self._factor, self._total = batch, factor, torch.zeros_like(factor)
-        self._set_positions(batch[0].inputs.shape[1])
-        micro_batches = [self.local_batch(micro_batch) for micro_batch in batch]
+    def _run(self, batch: MicroBatches, factor: Tensor) -> Tensor:
+        tokens = [_of_tokens(micro_batch) for micro_batch in batch]
+        self._batch, self._factor, self._total = tokens, factor, torch.zeros_like(factor)
+        self._set_positions(tokens[0].inputs.shape[1])
+        micro_batches = [self.local_batch(micro_batch) for micro_batch in tokens]
         targets = torch.cat([micro_batch.targets for micro_batch in micro_batches])
         named = {"targets": targets}
         documents = [micro.documents for micro in micro_batches if micro.documents is not None]
@@ -249,8 +250,9 @@ class Pipelined(ParallelModel):
         (received,) = self.comm.start_exchange([gradient], AXIS, peer, peer).arrived()
         gradient += received
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch | LossCall) -> Tensor:
         """Return the summed loss on the rank of the last stage and zero elsewhere, without gradients."""
+        batch = _of_tokens(batch)
         part = self.local_batch(batch)
         self.begin(batch)
         result = self._forward(part.inputs, batch.inputs.shape[1], part.documents, targets=part.targets)
@@ -288,6 +290,11 @@ class Pipelined(ParallelModel):
             if stage < self.stages.last and not self._has(stage + 1):
                 self.comm.send(x, AXIS, schedule.rank_of_stage[stage + 1])
         return x if self._has(self.stages.last) else None
+
+
+def _of_tokens(batch: Batch | LossCall) -> Batch:
+    assert isinstance(batch, Batch), "train/check_module.py refuses pipelines of programs"
+    return batch
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -29,6 +29,7 @@ one message.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from inspect import signature
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.comm import Comm
-from shardwise.comm.autograd import collect, eager, gather, scatter_sum
+from shardwise.comm.autograd import collect, eager, gather, replicate, scatter_sum, total
 from shardwise.errors import UserError
 from shardwise.models import Head, Role, Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.models.float8_products import Float8Product
@@ -119,7 +120,8 @@ def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_agai
             if names:
                 raise UserError(missing_entry(path, names))
         elif role.kind != "experts":
-            split[module] = _split(module, Share.of(comm, AXIS, role), gather_again)
+            share = replace(Share.of(comm, AXIS, role), splits_sequence=table.sequence_parallel)
+            split[module] = _split(module, share, gather_again)
             for name in names:
                 _distribute(module, name, split_dim(role, name, comm.mesh.size(AXIS)), comm, distributed)
     return put_in_place(model, split)
@@ -129,6 +131,8 @@ def _split(module: nn.Module, share: Share, gather_again: bool) -> nn.Module:
     """Return the module that takes the place of this one, of the class for its role."""
     assert share.role is not None
     kind = _KINDS[share.role.kind]
+    if kind is Gathered and not share.splits_sequence:
+        return module  # it has the whole sequence already
     if kind is not Gathered:
         return parallel_module(module, kind, share)
     first = next(iter(signature(module.forward).parameters), "")
@@ -290,6 +294,10 @@ class Column(ParallelModule):
 
     def forward(self, *inputs: object, **named: object) -> Tensor:
         """Run the module's forward on this device's rows of the weight."""
+        if not self.parallel_share.splits_sequence:
+            first, *rest = inputs
+            assert isinstance(first, Tensor), "a matrix is called with its input"
+            inputs = (replicate(first, self.parallel_share.comm, AXIS), *rest)
         output: Tensor = super().forward(*inputs, **named)
         assert self.parallel_share.role is not None
         if not self.parallel_share.role.gather:
@@ -332,7 +340,7 @@ class Row(ParallelModule):
         """Run the module's forward without its bias, which is added once, after the sum over the devices."""
         partial: Tensor = super().forward(*inputs, **named)
         sequence = partial.ndim - 1 if isinstance(self, nn.Conv1d) else SEQUENCE
-        summed = scatter_sum(partial, self.parallel_share.comm, AXIS, sequence)
+        summed = _summed(partial, self.parallel_share, sequence)
         parameter = self._parameters.get("bias")
         if parameter is None:
             return summed
@@ -370,7 +378,7 @@ class Vocabulary(ParallelModule):
             padding = None
         vectors = lookup(rows.masked_fill(elsewhere, 0), weight, dtype, padding)  # (batch, sequence, hidden)
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return scatter_sum(vectors, self.parallel_share.comm, AXIS, SEQUENCE)
+        return _summed(vectors, self.parallel_share, SEQUENCE)
 
     def describe_share(self) -> str:
         """Return the range of this device's ids."""
@@ -384,7 +392,8 @@ class Position(ParallelModule):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Run the module's forward for this device's positions."""
-        part = positions.chunk(self.parallel_share.size, -1)[self.parallel_share.index]
+        share = self.parallel_share
+        part = positions.chunk(share.size, -1)[share.index] if share.splits_sequence else positions
         output: Tensor = super().forward(part)
         return output
 
@@ -406,7 +415,11 @@ class VocabularyLoss(ParallelModule):
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Return the loss of (batch, part of the sequence, hidden), or, without targets, the whole logits at
         one position or at all."""
-        hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight
+        comm, weight = self.parallel_share.comm, self.weight
+        if self.parallel_share.splits_sequence:
+            hidden = gather(hidden, comm, AXIS, SEQUENCE)
+        else:
+            hidden = replicate(hidden, comm, AXIS)
         if targets is not None:
             return linear_cross_entropy(
                 hidden.flatten(0, 1),
@@ -438,6 +451,13 @@ class VocabularyLoss(ParallelModule):
         """Return the range of this device's ids."""
         ids = _describe_range(self.parallel_share, _rows_of(self))
         return f"ids {ids}, sequence gathered before, sums of the loss over all devices"
+
+
+def _summed(partial: Tensor, share: Share, sequence: int) -> Tensor:
+    """Return the sum of the devices' results: this device's part along the dim `sequence`, or all of it."""
+    if share.splits_sequence:
+        return scatter_sum(partial, share.comm, AXIS, sequence)
+    return total(partial, share.comm, AXIS)
 
 
 def _feature_dim(module: nn.Module, output: Tensor) -> int:

@@ -24,6 +24,10 @@ features or the vocabulary (tensor parallelism, Shoeybi et al. 2019).
 | `loss`       | rows, by vocabulary          | gathered sequence      | the loss; no device has all logits |
 | `experts`    | whole experts, first dim     | tokens of any expert   | the same tokens                    |
 
+A table with `sequence_parallel=False` is simpler, and fits any activations whose last dim are the features:
+all devices have the same activations outside of the split matrices, `rows` returns the whole sum, and
+`gathered` is not needed. It costs memory for the activations that every device holds.
+
 With `columns(parts)` and `rows(parts)` the split dim consists of this many parts, such as heads, that must
 stay whole. With fewer parts than devices, every device keeps all of them and uses the one that it needs (key
 and value heads of grouped-query attention). `columns(gather=True)` gathers the features afterwards, for a
@@ -110,6 +114,9 @@ class Sharding:
     tied: Mapping[str, str] = field(default_factory=dict)
     """For each parameter that is tied to another, the name of the other. The two may be on different
     stages."""
+    sequence_parallel: bool = True
+    """Whether each device of the tensor axis has its own part of the sequence between the modules that share
+    a matrix. Without it all have the same activations there, which need not be sequences."""
     mixing: str | None = None
     """Modules that are called with (query, key, value, mask) and in which `context` devices communicate.
     Queries, keys and values are (batch, heads, sequence, head_dim)."""

@@ -14,6 +14,7 @@ values, and the products of the last two. Errors and ratios of any union of slic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 
 from shardwise.config import AXES
 from shardwise.data import Rows
-from shardwise.data.batches import Batch
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import Head
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
+from shardwise.parallel.parallel_model import MicroBatches
 from shardwise.parallel.placement import local_slices
 from shardwise.plans import COPIES
 from shardwise.proof.plain_torch import PlainStep, Reader, Text, checksum, train_plainly
@@ -42,13 +43,17 @@ from shardwise.proof.sabotage import apply_sabotage
 from shardwise.train.build import Training, build
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss
+from shardwise.train.program import Program
 from shardwise.train.shares import RowShares
 from shardwise.train.steps import StepRecord, steps
 
 
 def build_proof(worker: Worker, proof: ProofJob) -> Training:
     """Build the training of a proof on this rank, with the rows and the loss chunks of the proof."""
-    training = build(proof.config, proof.plan, worker, ProofDataset.of(proof))
+    program = None if proof.config.run.program is None else Program(proof.config)
+    own_data = None if program is None else program.begin().samples
+    dataset = own_data or ProofDataset.of(proof)
+    training = build(proof.config, proof.plan, worker, dataset, program=program)
     if proof.uneven:
         training.shares = _uneven(training.shares, training.plan.accumulation)
     for part in training.parallel.parts:
@@ -265,7 +270,7 @@ def watch(
     """
     parallel, original = training.parallel, training.parallel.forward_backward
 
-    def watched(batch: Sequence[Batch], factor: Tensor) -> Tensor:
+    def watched(batch: MicroBatches, factor: Tensor) -> Tensor:
         begin(training.step + 1)
         loss = original(batch, factor)
         # A step in which a tensor outgrew its float8 scale is repeated, so only its last attempt counts.
@@ -274,8 +279,8 @@ def watch(
         return loss
 
     parallel.forward_backward = watched  # type: ignore[method-assign]
-    with parallel.evaluating():
-        return list(islice(steps(training), count))
+    with parallel.evaluating(), closing(steps(training)) as done_steps:
+        return list(islice(done_steps, count))
 
 
 def watch_loads(training: Training) -> dict[Key, Tensor]:

@@ -28,6 +28,7 @@ from shardwise.data import Dataset, Rows
 from shardwise.data.dataset import IGNORED, rows_of
 from shardwise.files import Json
 from shardwise.plans.chunks import largest_part
+from shardwise.plurals import counted
 from shardwise.proof.proof_job import ProofJob
 
 FREQUENT = 4
@@ -166,6 +167,21 @@ class Reached:
             )
             cases.append(f"all but these experts: {idle}" if idle else "every expert")
         return f"reached: {', '.join(cases)}"
+
+
+@dataclass(frozen=True)
+class SamplesReached:
+    """The samples of a program's own data that the steps of a proof read."""
+
+    samples: int
+
+    def to_json(self) -> Json:
+        """Return the number as `--json` prints it."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """Return the number as a sentence."""
+        return f"reached: {counted(self.samples, 'sample')} of the program's data"
 
 
 def _of(pair: tuple[int, int]) -> str:

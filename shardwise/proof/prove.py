@@ -17,14 +17,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.config import AXES, Config
+from shardwise.config import AXES, Config, brings_data
 from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.errors import UserError
 from shardwise.files import Json
 from shardwise.plurals import counted
 from shardwise.proof.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.proof.proof_job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
-from shardwise.proof.proof_rows import ProofDataset, Reached, what_is_reached
+from shardwise.proof.proof_rows import ProofDataset, Reached, SamplesReached, what_is_reached
 from shardwise.proof.proof_workers import Workers
 from shardwise.proof.rank_reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.proof.shrink import Changes
@@ -58,7 +58,7 @@ class ProofResult:
     diagnosis: Diagnosis | None
     seconds: float
     against: Against
-    reached: Reached
+    reached: Reached | SamplesReached
     compressed: tuple[CompressedVerdict, ...] = ()
 
     @property
@@ -143,9 +143,13 @@ def prove(
     proof, shrunk = prepare_proof(config, steps, dtype)
     if sabotage is not None:
         check_sabotage(sabotage, proof)
-    with preparing() as progress:
-        dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
-    proof = _with_ids_of_module(proof, dataset)
+    dataset = None
+    if not brings_data(config):
+        with preparing() as progress:
+            dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
+        proof = _with_ids_of_module(proof, dataset)
+    else:
+        _check_module(proof)
     with Workers(proof.world) if workers is None else nullcontext(workers) as workers:
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
         reference, cost = _references(workers, proof, path, against, say)
@@ -163,7 +167,9 @@ def prove(
             if verdict.passes:
                 compressed = tuple(_compressed_steps(workers, proof, path, reference, say))
                 verdict = replace(verdict, faults=_faults(compressed))
-    reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
+    reached: Reached | SamplesReached = SamplesReached(steps * proof.config.train.global_batch)
+    if dataset is not None:
+        reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     seconds = time.monotonic() - started
     return ProofResult(
         proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, compressed
@@ -228,10 +234,11 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
             "--against plain: plain torch has no products in float8; "
             "add train.precision=bfloat16 to prove the rest"
         )
-    if config.model.module is not None:
+    if config.model.module is not None or config.run.program is not None:
         raise UserError(
-            "--against plain: knows the built-in transformer only, not model.module; leave it out, and the "
-            "layout is proven against your module on one device"
+            "--against plain: knows the built-in transformer only, not model.module and no program; leave "
+            "it out, and "
+            "the layout is proven against your module on one device"
         )
     from shardwise.proof.plain_torch import check_known
 
@@ -250,7 +257,7 @@ def _check_module(proof: ProofJob) -> int | None:
     from shardwise.train.check_module import check_module, embedded_ids
 
     check_module(proof.config, proof.plan.layout)
-    return embedded_ids(proof.config)
+    return None if proof.config.model.is_of_program else embedded_ids(proof.config)
 
 
 def _with_ids_of_module(proof: ProofJob, dataset: Dataset) -> ProofJob:

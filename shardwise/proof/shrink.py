@@ -75,6 +75,8 @@ def shrink(
     `folder` is where random text is written if the job's own data cannot be used; by default it is the job's
     `data.cache`.
     """
+    if config.model.is_of_program:  # its model and data cannot be changed
+        return config, None
     small, large = config, is_large(config, most_devices)
     if large:
         small = _smallest(config, most_devices)

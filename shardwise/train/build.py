@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from shardwise.checkpoint.save import (
     set_random_state,
     state_of,
 )
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.tensor_files import Contents
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
@@ -41,18 +43,22 @@ from shardwise.config.pretrained_folder import TOKENIZER
 from shardwise.data import Dataset, with_data_settings
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import find_template
+from shardwise.data.samples import Samples
 from shardwise.drivers.driver import RankDriver
 from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
-from shardwise.parallel import ParallelModel, draw_weights, parallelise
+from shardwise.parallel import ParallelModel, construct_weights, draw_weights, parallelise
 from shardwise.parallel.placement import assign, local_slices
 from shardwise.plans import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
 from shardwise.train.check_module import check_module
 from shardwise.train.resume import checkpoint_folder
 from shardwise.train.shares import RowShares
+
+if TYPE_CHECKING:
+    from shardwise.train.program import Program
 
 log = logging.getLogger("shardwise")
 
@@ -67,7 +73,7 @@ class Training:
     comm: Comm
     parallel: ParallelModel
     optimizer: ShardedOptimizer
-    dataset: Dataset
+    dataset: Dataset | Samples
     checkpointer: Checkpointer
     peers: Peers
     """Connections for messages between steps. A save in the background uses other connections, so that the
@@ -82,19 +88,33 @@ class Training:
     """On the main rank, the files of the Hugging Face folder that the model came from, which each save
     includes."""
     step: int = 0
+    program: Program | None = None
+    """The user's program that trains; None: the run has none."""
     missing: tuple[range, ...] = ()
     """Sequences among those seen whose gradients a parameter server has not received yet."""
     sequences: int = 0
     """Number of sequences that the run has seen: `step` times the batch, unless the batch was changed."""
 
+    @property
+    def text(self) -> Dataset:
+        """The data of the job."""
+        assert isinstance(self.dataset, Dataset), "the data are not those of a program"
+        return self.dataset
+
 
 def build(
-    config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None, draw: bool = True
+    config: Config,
+    plan: Plan,
+    worker: Worker,
+    dataset: Dataset | Samples | None = None,
+    draw: bool = True,
+    program: Program | None = None,
 ) -> Training:
     """Join the other ranks, open the data, and build the model on the mesh. With `draw`, weights get their
-    initial values; without it, the caller must set them."""
+    initial values; without it, the caller must set them. `program` must have run up to its first batch."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
-    config = with_data_settings(config, dataset)
+    if isinstance(dataset, Dataset):
+        config = with_data_settings(config, dataset)
     of_job = ModelSpec.of(config), config.optimizer, config.train.compile
     assert (plan.model, plan.optimizer, plan.compile) == of_job, "the plan was made for another job"
     driver, train = driver_of(config), config.train
@@ -128,6 +148,7 @@ def build(
         peers=peers,
         scale=LossScale.first(train.precision, train.initial_scale, train.scale_every),
         shares=RowShares.even(train.global_batch, driver.parts_of_batch(plan)),
+        program=program,
     )
     training.rank_driver = driver.on_rank(training)
     if draw:
@@ -158,6 +179,8 @@ def restore(training: Training, folder: str) -> None:
     training.step, training.sequences = manifest.step, manifest.sequences
     state = training.rank_driver.state_to_fill(training, _own_state(training), manifest)
     training.checkpointer.load(folder, state, same_world)
+    if training.program is not None and StateKey.program() in (contents := Contents.open(folder)).tensors:
+        training.program.load_state(contents.read(StateKey.program()))
     _share_tied(training)
     training.rank_driver.state_loaded(training, state, manifest)
     training.missing = tuple(range(*bounds) for bounds in manifest.missing)
@@ -175,8 +198,10 @@ def restore(training: Training, folder: str) -> None:
 
 
 def start_from_seed(training: Training) -> None:
-    """Start with weights that are drawn at random from the seed."""
-    if training.rank_driver.draws_weights(training):
+    """Start with weights that are drawn at random from the seed, or that a program's constructor makes."""
+    if training.config.model.is_of_program:
+        construct_weights(training.parallel, training.config.train.seed)
+    elif training.rank_driver.draws_weights(training):
         draw_weights(training.parallel, training.config.train.seed)
     training.rank_driver.weights_ready(training)
 
@@ -205,6 +230,8 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
             training.folder_files = training.folder_files or files_of_checkpoint(Contents.open(address))
     if not training.folder_files and folder is not None:
         training.folder_files = files_of_folder(Path(folder))
+    if not isinstance(training.dataset, Dataset):
+        return
     if not has_tokenizer(
         training.folder_files, training.dataset.streams[0].tokens.index.tokenizer_fingerprint
     ):
@@ -222,7 +249,7 @@ def _chat_template(training: Training) -> State:
     the model's folder has the same template."""
     folder = training.config.model.pretrained
     of_folder = find_template(Path(folder) / TOKENIZER) if folder is not None else None
-    streams = [stream.tokens for stream in training.dataset.streams if stream.tokens.index.holds_answers]
+    streams = [stream.tokens for stream in training.text.streams if stream.tokens.index.holds_answers]
     templates = (find_template(tokens.folder) for tokens in streams)
     of_data = next((template for template in templates if template is not None), None)
     if of_data is None or (of_folder is not None and of_folder.source == of_data.source):
@@ -236,6 +263,8 @@ def save(training: Training, wait: bool = True) -> str:
     config = training.config
     retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
     state = {**_state(training), **training.folder_files}
+    if training.program is not None and training.mesh.is_main:
+        state[StateKey.program()] = training.program.saved_state()
     address = training.checkpointer.save(
         checkpoint_folder(config), state, _manifest(training), retention, wait
     )
@@ -254,6 +283,8 @@ def keep_copy(training: Training, copies: MemorySnapshots) -> None:
         "missing": missing,
         "scale": asdict(training.scale),
     }
+    if training.program is not None:
+        extras["program"] = bytes(training.program.saved_state().numpy()).hex()
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
@@ -276,6 +307,8 @@ def recall(training: Training, copies: MemorySnapshots) -> bool:
         LossScale(**extras["scale"]),
     )
     training.missing = tuple(range(*bounds) for bounds in extras["missing"])
+    if training.program is not None:
+        training.program.load_state(torch.tensor(list(bytes.fromhex(extras["program"])), dtype=torch.uint8))
     return True
 
 

@@ -53,9 +53,9 @@ SEED = 1
 def check_summed_loss(training: Training) -> None:
     """Raise if the loss of a user's module is a mean, or is not finite for rows without targets. Every rank
     must call this."""
-    if training.config.model.module is None:
+    if training.config.model.module is None or training.program is not None:
         return
-    rows = training.dataset.sequences(0, training.plan.micro_batch)
+    rows = training.text.sequences(0, training.plan.micro_batch)
     row, random = _row_with_targets(training, rows), _random_row(training, rows)
     untaught = replace(row, targets=torch.full_like(row.targets, IGNORED), valid=0)
     with _without_trace(training):
@@ -145,7 +145,7 @@ def _measured(training: Training, batch: Batch) -> tuple[float, float]:
 def _evaluation_is_filled_up(training: Training) -> bool:
     """Return whether the last batch of an evaluation has rows without targets (train/evaluate.py)."""
     plan = training.plan
-    count = min(training.dataset.held_out_count, training.config.train.evaluate_sequences)
+    count = min(training.text.held_out_count, training.config.train.evaluate_sequences)
     return count % (plan.groups * plan.layout.data_parallel * plan.micro_batch) != 0
 
 

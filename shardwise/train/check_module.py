@@ -114,7 +114,8 @@ def _check(model: nn.Module, config: Config, layout: Layout) -> None:
         raise UserError(problems[0])
     if problems:
         raise ConfigError(f"model.module = {config.model.module!r}", problems)
-    _call(model, config)
+    if not config.model.is_of_program:
+        _call(model, config)
 
 
 def _parameters(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
@@ -175,7 +176,11 @@ def _layers(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
 
 def _settings(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name, train = name_of(model), config.train
-    if config.data.reset_attention and "documents" not in accepted_arguments(model):
+    if (
+        config.data.reset_attention
+        and not config.model.is_of_program
+        and "documents" not in accepted_arguments(model)
+    ):
         yield (
             f"data.reset_attention = true (as conversations need it): {name}.forward has no argument "
             "`documents`, so tokens would see other documents"
@@ -227,6 +232,12 @@ def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout)
     if layout.pipeline == 1:
         return
     name = name_of(model)
+    if config.model.is_of_program:
+        yield (
+            f"layout.pipeline = {layout.pipeline}: the loss function of a program uses the whole model, so "
+            "it cannot be cut into stages; use the other axes"
+        )
+        return
     if table.blocks is None:
         yield (
             f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut "
@@ -275,6 +286,12 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
     if layout.context == 1:
         return
     name = name_of(model)
+    if config.model.is_of_program:
+        yield (
+            f"layout.context = {layout.context}: it is not known along which dimension the samples of a "
+            "program are sequences; use the other axes"
+        )
+        return
     if table.mixing is None:
         yield (
             f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "

@@ -16,6 +16,8 @@ from shardwise.train.build import Training
 def held_out_loss(training: Training) -> float | None:
     """Return the mean loss over the held-out data, the same on every rank: in nats per token, or per item
     that a user's module counts. None: nothing is held out."""
+    if not isinstance(training.dataset, Dataset):
+        return None
     dataset, device = training.dataset, training.mesh.device
     count = min(dataset.held_out_count, training.config.train.evaluate_sequences)
     if count == 0:
@@ -54,7 +56,7 @@ def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
 def sample(training: Training, prompt: str) -> str:
     """Return the model's continuation of a text. Every rank must call this, because weights may be
     sharded."""
-    tokenizer, device = training.dataset.tokenizer, training.mesh.device
+    tokenizer, device = training.text.tokenizer, training.mesh.device
     ids = [int(token) for token in tokenizer.encode_batch([prompt])[0]]
 
     def last_logits(tokens: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ nowhere else, but expert parallelism does, in each layer (parallel/expert.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.observe import EXPOSED, AxisTimes, axis_times, peak_memory, prese
 from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
 from shardwise.train.float8_check import by_layer
-from shardwise.train.sources import Drawn, Updates
+from shardwise.train.sources import Drawn, ProgramSums, Updates
 from shardwise.train.votes import Shared
 
 
@@ -68,6 +68,10 @@ class StepRecord:
     """Load of the busiest expert of any layer, relative to an even load."""
     expert_load: list[float] | None = None
     """Load of each expert over all layers, relative to an even load."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """The mean of each loss of a program, by its name, and the number of items of the step as `items`."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """Numbers that a program recorded on this rank."""
 
     @property
     def load_imbalance(self) -> float | None:
@@ -90,15 +94,25 @@ class Numbers:
     """With experts: the worst imbalance of a layer, and the load of every expert."""
     scaled: Sequence[float]
     """In float8: three numbers for every scaled tensor."""
+    losses: Mapping[str, float]
+    """In a program: the number of items, relative to the rows of the batch, and the mean of each loss."""
 
 
 class QueuedNumbers:
     """The numbers of a step whose work is queued on the device."""
 
     def __init__(
-        self, shared: Tensor, norm: Tensor, tokens: Tensor, again: Tensor, loads: Tensor, scaled: Tensor
+        self,
+        shared: Tensor,
+        norm: Tensor,
+        tokens: Tensor,
+        again: Tensor,
+        loads: Tensor,
+        scaled: Tensor,
+        program: ProgramSums | None,
     ) -> None:
-        self._lengths = len(shared), 3, len(loads), len(scaled)
+        self._names = () if program is None else ("items", *program.names)
+        self._lengths = len(shared) - len(self._names), len(self._names), 3, len(loads), len(scaled)
         single = [number.to(shared).reshape(1) for number in (norm, tokens, again)]
         self._numbers = torch.cat((shared, *single, loads.to(shared), scaled.to(shared)))
 
@@ -106,9 +120,10 @@ class QueuedNumbers:
         """Wait for the device, and return the numbers."""
         numbers = iter(self._numbers.tolist())
         nccl.check_not_interrupted()
-        shared, single, loads, scaled = ([next(numbers) for _ in range(n)] for n in self._lengths)
+        shared, losses, single, loads, scaled = ([next(numbers) for _ in range(n)] for n in self._lengths)
         norm, tokens, again = single
-        return Numbers(Shared.of(shared), norm, int(tokens), bool(again), loads, scaled)
+        named = dict(zip(self._names, losses, strict=True))
+        return Numbers(Shared.of(shared), norm, int(tokens), bool(again), loads, scaled, named)
 
 
 class StepRecorder:
@@ -156,6 +171,8 @@ class StepRecorder:
             again=self._again,
             expert_imbalance=numbers.loads[0] if numbers.loads else None,
             expert_load=list(numbers.loads[1:]) if numbers.loads else None,
+            losses=self._losses(numbers.losses),
+            logged=dict(drawn.logged),
         )
         self.last, self._again = self._watched(done), 0
         return self.last
@@ -172,6 +189,10 @@ class StepRecorder:
         compute = spans["forward_backward"] + spans["optimizer"]
         data = min(spans["data"], max(0.0, self.last.seconds - compute - spans.get(EXPOSED, 0.0)))
         return (compute if EXPOSED in spans else 0.0), data
+
+    def _losses(self, losses: Mapping[str, float]) -> dict[str, float]:
+        rows = self._training.config.train.global_batch
+        return {name: value * rows if name == "items" else value for name, value in losses.items()}
 
     def _float8(self, scaled: Sequence[float]) -> dict[str, tuple[float, float]] | None:
         scales = self._training.parallel.scales

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,9 @@ class Reporter:
 
     def warn(self, text: str) -> None:
         """Report a problem that does not stop the run."""
+
+    def logged(self, values: Mapping[str, float]) -> None:
+        """Report numbers that a program recorded after the last step."""
 
     def failed(self, reason: str) -> None:
         """Report why the run cannot continue."""
@@ -270,7 +273,13 @@ class RunReporter(Reporter):
             **({"skipped": True} if done.skipped else {}),
             **({"float8": done.float8, "again": done.again} if done.float8 else {}),
             **_expert_record(done),
+            **_program_record(done),
         }
+
+    def logged(self, values: Mapping[str, float]) -> None:
+        """Write an event with numbers that a program recorded after the last step."""
+        if values:
+            self.sinks.event("log", step=self.training.step, **values)
 
     def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
         """Write an event and a message for each save."""
@@ -320,7 +329,7 @@ class RunReporter(Reporter):
         if self.training.parallel.counts_items:
             return self.console.print(f"held-out loss {held_out:.4f} for each item that the module counts")
         try:
-            unigram = unigram_loss(self.training.dataset)
+            unigram = unigram_loss(self.training.text)
         except Exception as error:  # the run is complete
             return self.warn(
                 f"held-out loss {held_out:.4f} nats a token; nothing to compare it with: {error}"
@@ -353,3 +362,13 @@ def _expert_record(done: StepRecord) -> dict[str, Any]:
     if not done.expert_load:
         return {}
     return {"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load}
+
+
+def _program_record(done: StepRecord) -> dict[str, Any]:
+    """Return the losses of a program by name, if there are several, and what it recorded."""
+    losses = {name: value for name, value in done.losses.items() if name != "items"}
+    return {
+        **({"items": done.losses["items"]} if losses else {}),
+        **({"losses": losses} if len(losses) > 1 else {}),
+        **({"logged": done.logged} if done.logged else {}),
+    }

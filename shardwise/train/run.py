@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardwise.checkpoint.folder import resume_candidates
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
-from shardwise.config import Config, to_toml
+from shardwise.config import Config, brings_data, to_toml
 from shardwise.data import Dataset, check_vocabulary, with_data_settings
 from shardwise.data.check_data import unnamed_tokenizer
 from shardwise.drivers.driver import LooseWorker
@@ -46,6 +46,7 @@ from shardwise.train.build import (
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
+from shardwise.train.program import Program, begun
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.resume import resume_of
 from shardwise.train.sources import Source
@@ -71,15 +72,18 @@ def run(config: Config, link: WorkerLink) -> int:
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     for problem in unnamed_tokenizer(config.data, config.model.pretrained):
         raise UserError(problem)  # only under another launcher: shardwise's own has checked this before
-    dataset = Dataset.open(config.data, config.train.seed)
-    check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    # `build` does this too. Here it is for the workers of a parameter server, whose job is compared.
-    config = with_data_settings(config, dataset)
+    dataset = None
+    if not brings_data(config):
+        dataset = Dataset.open(config.data, config.train.seed)
+        check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
+        # `build` does this too. Here it is for the workers of a parameter server, whose job is compared.
+        config = with_data_settings(config, dataset)
     copies = MemorySnapshots(config.recovery.copies if link.recovers else 0)
     loose_worker: LooseWorker | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
         if worker.rank >= worker.world:  # a loose worker: not a rank of the team
+            assert dataset is not None, "a program has no workers that are not ranks"
             loose_worker = loose_worker or driver_of(config).loose_worker(config, worker, dataset)
             if loose_worker.work(worker, len(team.members), link):
                 return 0
@@ -101,12 +105,32 @@ def run(config: Config, link: WorkerLink) -> int:
 
 
 def _in_team(
-    config: Config, worker: Worker, team: Team, dataset: Dataset, link: WorkerLink, copies: MemorySnapshots
+    config: Config,
+    worker: Worker,
+    team: Team,
+    dataset: Dataset | None,
+    link: WorkerLink,
+    copies: MemorySnapshots,
 ) -> int | None:
     """Train in this team and return the exit status; None: another team will follow."""
+    with begun(config) as program:
+        return _train_in_team(config, worker, team, dataset, link, copies, program)
+
+
+def _train_in_team(
+    config: Config,
+    worker: Worker,
+    team: Team,
+    dataset: Dataset | None,
+    link: WorkerLink,
+    copies: MemorySnapshots,
+    program: Program | None,
+) -> int | None:
     timestamps = {"joining": present_time()}
     link.progress("build", 0)
-    training = build(config, team.plan, worker, dataset, draw=False)  # there may be a checkpoint
+    data = dataset if program is None else program.request.samples or dataset
+    # There may be a checkpoint, so no weights are drawn.
+    training = build(config, team.plan, worker, data, draw=False, program=program)
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
     timestamps["built"] = present_time()
@@ -207,7 +231,15 @@ def _loop(
 ) -> int | None:
     """Run the remaining steps, and return the exit status; None: another team will follow."""
     last_step, schedule = training.config.train.steps, _SaveSchedule(training)
-    for done in _traced(training, lambda: link.wish() is not None, schedule.is_due_by_time, source):
+    program = training.program
+
+    def stop_asked() -> bool:
+        return link.wish() is not None or (program is not None and program.asks_to_stop)
+
+    def save_due() -> bool:
+        return schedule.is_due_by_time() or (program is not None and program.asks_to_save)
+
+    for done in _traced(training, stop_asked, save_due, source):
         link.progress("step", training.step)
         _tell_of_waiting(training, link)
         keep_copy(training, copies)
@@ -225,6 +257,9 @@ def _loop(
         reporter.saves(outcomes := training.checkpointer.outcomes())
         check_saves(training, outcomes)
         if done.stop and not last:
+            if _is_ended_by_program(training, link):
+                last_step = training.step
+                break
             return _agree_on_end(training, reporter, link.stop_status())
         if evaluate or schedule.saved_step == training.step:  # do not count their time in the next step
             training.comm.ledger.take()
@@ -237,6 +272,9 @@ def _loop(
         training.checkpointer.finish(LAST_SAVE_SECONDS)
         reporter.saves(training.checkpointer.outcomes())
         return _agree_on_end(training, reporter, link.stop_status())
+    source.finish()
+    if program is not None:
+        reporter.logged(program.take_logged())
     assert schedule.saved_step == training.step, "a run ends with its last step saved"
     link.progress("end", training.step)
     reporter.end(_sampled(training, reporter))
@@ -282,6 +320,14 @@ def _tell_of_waiting(training: Training, link: WorkerLink) -> None:
     the wait for a hang."""
     if training.rank_driver.may_wait(training.step + 1):
         link.progress("meet", training.step)
+
+
+def _is_ended_by_program(training: Training, link: WorkerLink) -> bool:
+    """Return whether the programs of some ranks have ended the run, and nobody else has asked for a stop."""
+    if training.program is None:
+        return False
+    asked = training.peers.all_gather([training.program.asks_to_stop, link.wish() is not None])
+    return any(program for program, _ in asked) and not any(other for _, other in asked)
 
 
 def _agree_on_end(training: Training, reporter: Reporter, status: int | None) -> int | None:

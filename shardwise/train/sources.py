@@ -7,8 +7,9 @@ step, is the same for all sources (train/steps.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from shardwise.models import attention_backends
 from shardwise.models.torch_dtypes import DTYPES
 from shardwise.train.build import Training
 from shardwise.train.shares import Dealer
+
+if TYPE_CHECKING:
+    from shardwise.train.record import StepRecord
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,18 @@ class Updates:
 
 
 @dataclass(frozen=True)
+class ProgramSums:
+    """What the loss function of a program returned on this rank. The gradients and all numbers here are
+    divided by the rows of the global batch; the number of items is known to all ranks only after the
+    backward."""
+
+    names: tuple[str, ...]
+    """Names of the losses."""
+    numbers: Tensor
+    """The number of items, and each loss."""
+
+
+@dataclass(frozen=True)
 class Drawn:
     """Facts about the global batch whose gradients the parameters of this rank now have."""
 
@@ -42,6 +58,8 @@ class Drawn:
     """Number of tokens of the whole batch."""
     checksum: int
     """Checksum of the sequences that this rank reports."""
+    clip: float | None = None
+    """Largest norm of the gradient in the update; None: no limit."""
     rows: tuple[int, ...] = ()
     """Number of rows of each data-parallel device, if these numbers differ from step to step."""
     staleness: tuple[int, ...] = ()
@@ -54,6 +72,10 @@ class Drawn:
     """Updates that workers have already made; None: the step still has to make its update."""
     norm: Tensor | None = None
     """Mean norm of the gradients of these updates."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that a program records with the step."""
+    program: ProgramSums | None = None
+    """Results of a program's loss function; None: the loss is that of the job's model."""
 
 
 class Source(Protocol):
@@ -68,9 +90,11 @@ class Source(Protocol):
     def repeat_last(self) -> None:
         """Let the next `draw` repeat the last one."""
 
-    def step_done(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """Note that a step is done. `seconds` is the time of each rank's work (compute, data) in the step
-        before, if it is known."""
+    def step_done(self, done: StepRecord) -> None:
+        """Note that a step is done."""
+
+    def finish(self) -> None:
+        """Do what follows the last step. Called when it is saved; not in a run that stops before."""
 
     def close(self) -> None:
         """End all threads: there are no more steps."""
@@ -87,7 +111,7 @@ class RankRows:
         self._by_speed = by_speed
         self._dealer = Dealer(training.shares, plan.layout, plan.accumulation, training.step, self._by_speed)
         self._batches = Batches(
-            training.dataset,
+            training.text,
             global_batch=train.global_batch,
             rows=self._next_rows(),
             micro_batches=plan.accumulation,
@@ -102,14 +126,18 @@ class RankRows:
 
     def draw(self) -> Drawn:
         """Compute the gradients of this rank's rows."""
+        self._drawn = self.next_batch()
+        return self.gradients(self._drawn)
+
+    def gradients(self, batch: list[Batch]) -> Drawn:
+        """Compute the gradients of these rows."""
         training = self.training
-        batch = self._drawn = self.next_batch()
         tokens = count_tokens(training, batch)
         items = count_items(training, batch, tokens)
         with training.comm.clock.span("forward_backward"):
             loss = forward_backward(training, batch, items)
         rows = self._dealer.dealt(training.step + 1).rows if self._by_speed else ()
-        return Drawn(loss, tokens, self.checksum(batch), rows)
+        return Drawn(loss, tokens, self.checksum(batch), training.config.train.clip, rows)
 
     def next_batch(self) -> list[Batch]:
         """Return the micro-batches of this rank's rows."""
@@ -124,9 +152,12 @@ class RankRows:
         """Use the rows of the last step once more."""
         self._batch, self._after = self._drawn, self._batch
 
-    def step_done(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+    def step_done(self, done: StepRecord) -> None:
         """Use the times of the ranks for the shares of later batches."""
-        self._dealer.note_seconds(step - 1, seconds)
+        self._dealer.note_seconds(done.step - 1, done.rank_seconds)
+
+    def finish(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """End the thread that reads batches."""

@@ -12,7 +12,7 @@ numbers (train/non_finite.py), checks of copies (train/guard.py) and the record 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from shardwise.train.float8_check import Float8Check
 from shardwise.train.guard import check_copies, check_gradients
 from shardwise.train.non_finite import overflowed
 from shardwise.train.record import QueuedNumbers, StepRecord, StepRecorder
-from shardwise.train.sources import Source
+from shardwise.train.sources import ProgramSums, Source, at_least_some
 from shardwise.train.votes import VOTES, message_to_all, share, vote_of_this_rank
 
 __all__ = ["StepRecord", "divisor", "gradient_norm", "never", "steps"]
@@ -40,15 +40,15 @@ def steps(
     stop_asked: Callable[[], bool] = never,
     save_due: Callable[[], bool] = never,
     source: Source | None = None,
-) -> Iterator[StepRecord]:
+) -> Generator[StepRecord]:
     """Train from the present step to the last one, and yield a record of each.
 
-    The gradients come from `source`; by default it is the driver's. `stop_asked` is called on every rank: if
-    it returns True on one, all ranks stop after the same step. `save_due` is called on the main rank: if it
-    returns True, the records of the same step have `save` on all ranks.
+    The gradients come from `source`, which the caller closes; by default it is the driver's. `stop_asked` is
+    called on every rank: if it returns True on one, all ranks stop after the same step. `save_due` is called
+    on the main rank: if it returns True, the records of the same step have `save` on all ranks.
     """
     train, clock = training.config.train, training.comm.clock
-    source = source or training.rank_driver.source(training)
+    given, source = source, source or training.rank_driver.source(training)
     float8, recorder = Float8Check(training), StepRecorder(training)
     try:
         clock.restart()
@@ -56,7 +56,6 @@ def steps(
         while training.step < train.steps:
             step, scale = training.step + 1, training.scale.value
             training.comm.step, training.comm.loss_scale = step, scale
-            vote = vote_of_this_rank(training, stop_asked, save_due)
 
             # Draw the rows of a global batch, and compute their gradient: complete and summed, on this rank.
             float8.begin_gradients()
@@ -68,10 +67,14 @@ def steps(
             scales = float8.check()
 
             # The norm of the gradient, and one sum over all ranks: of the loss and the message of each rank.
+            vote = vote_of_this_rank(training, stop_asked, save_due)
             message = message_to_all(training, drawn.checksum, vote, recorder.seconds_of_this_rank())
             with clock.span("forward_backward"):
                 norm = gradient_norm(training) if drawn.norm is None else drawn.norm
-                shared = share(training, torch.cat((drawn.loss.double().reshape(1), message)))
+                more = () if drawn.program is None else (drawn.program.numbers,)
+                shared = share(training, torch.cat((drawn.loss.double().reshape(1), message, *more)))
+                items = per_item(shared, drawn.program)
+                norm = norm / items
             checked = train.check_every > 0 and step % train.check_every == 0
             if checked or recorder.last is None:
                 check_gradients(training)
@@ -83,7 +86,8 @@ def steps(
                 usable = scales.fits(torch.isfinite(norm) & torch.isfinite(loss))
                 again = scales.outgrown(loss)
                 if drawn.updates is None:
-                    update(training.optimizer, lr, divisor(training, norm), (~usable).float())
+                    divide_by = divisor(training, norm, drawn.clip) * items
+                    update(training.optimizer, lr, divide_by, (~usable).float())
                 loads = _balance_experts(training, usable)
                 # Groups that train independently may exchange weights now.
                 training.rank_driver.after_update(training, shared[VOTES], again)
@@ -93,7 +97,7 @@ def steps(
 
             # Prepare the next rows while the device works; then wait for it, once, and record the step.
             queued = QueuedNumbers(
-                shared, norm, drawn.tokens, again, loads, scales.numbers(training.comm.device)
+                shared, norm, drawn.tokens, again, loads, scales.numbers(training.comm.device), drawn.program
             )
             source.prepare_next()
             numbers = queued.read()
@@ -107,12 +111,13 @@ def steps(
             training.scale = training.scale.after(skipped)
             training.step, training.sequences = step, training.sequences + train.global_batch
             done = recorder.record(numbers, drawn, lr, scale, skipped)
-            source.step_done(done.step, done.rank_seconds)
+            source.step_done(done)
             yield done
             if done.stop:
                 return
     finally:
-        source.close()
+        if given is None:
+            source.close()
 
 
 def gradient_norm(training: Training) -> Tensor:
@@ -121,10 +126,22 @@ def gradient_norm(training: Training) -> Tensor:
     return global_norm(parameters, training.comm) / training.scale.value
 
 
-def divisor(training: Training, norm: Tensor) -> Tensor:
+def per_item(shared: Tensor, program: ProgramSums | None) -> Tensor:
+    """Divide the losses of a program in place by their number of items. Return the number of items, by which
+    the gradients have still to be divided; both are relative to the rows of the global batch. It is one
+    without a program, whose gradients are means already."""
+    if program is None:
+        return torch.ones_like(shared[0])
+    losses = shared[-len(program.names) :]
+    items = at_least_some(shared[-len(program.names) - 1])
+    shared[:1] /= items
+    losses /= items
+    return items
+
+
+def divisor(training: Training, norm: Tensor, clip: float | None) -> Tensor:
     """Return the divisor of the gradients in the update: the loss scale, times norm / limit if the norm
-    exceeds the limit."""
-    clip = training.config.train.clip
+    exceeds the limit `clip`."""
     excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)
     return excess * training.scale.value
 

@@ -169,7 +169,8 @@ def test_in_a_fixed_order_of_events_it_is_plain_torch_and_conflicts_are_exact(
         for each, norm in both:
             for name, parameter in parameters.items():
                 parameter.grad = each[name]
-            update(alone.optimizer, step.learning_rate, divisor(alone, norm), torch.tensor(0.0))
+            divide_by = divisor(alone, norm, alone.config.train.clip)
+            update(alone.optimizer, step.learning_rate, divide_by, torch.tensor(0.0))
     for name, weight in weights_of(alone).items():
         torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-12, msg=name)
 

@@ -1,0 +1,151 @@
+"""Which samples of a program's dataset each device reads in each step.
+
+The order is a function of seed and position (data/order.py): every epoch is another permutation, which any
+rank computes for any position. So the only state is the number of samples that the run has seen, and a run
+goes on exactly where it stopped, on any number of devices.
+
+torch's `DataLoader` reads the samples, with as many reading processes as the program asks for. Its sampler
+here yields the indices of one micro-batch after the other, without end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shardwise.data.batches import split_evenly
+from shardwise.data.dataset import DatasetSummary
+from shardwise.data.order import Order
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A dataset whose samples are read by number, and how a list of samples becomes a batch."""
+
+    dataset: Any
+    """Has `__len__` and `__getitem__`."""
+    collate: Collate | None = None
+    workers: int = 0
+    """Number of processes that read ahead."""
+    seed: int = 0
+    """Seed of the order."""
+
+    streams: ClassVar[tuple[()]] = ()
+    held_out_count: ClassVar[int] = 0
+    """A program evaluates by itself."""
+
+    @cached_property
+    def order(self) -> Order:
+        """Order of the samples."""
+        return Order((len(self.dataset),), (1.0,), self.seed)
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return the numbers in the dataset of samples that follow each other in the run."""
+        return [int(index) for index in self.order.at(np.arange(first, first + count, dtype=np.int64))[1]]
+
+    def fingerprint(self, first: int) -> int:
+        """Return a checksum of the sample at a place of the run."""
+        return checksum([len(self.dataset), *self.indices(first, 1)])
+
+    def describe(self) -> DatasetSummary:
+        """Return the counts of the dataset."""
+        size = len(self.dataset)
+        return DatasetSummary(1, size, size, size, 0, "none", 0)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that a device computes with at once."""
+
+    values: Any
+    """What the collate function made of them, on the device."""
+    first: int
+    """Number of the first sample in the run."""
+    checksum: int
+    """Sum of the checksums of the samples' numbers in the dataset."""
+
+
+class SampleReader(Iterator[list[MicroBatch]]):
+    """Yields this device's micro-batches, step after step without end."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        global_batch: int,
+        rows: range,
+        micro_batches: int,
+        device: torch.device,
+        seen: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._samples, self._global_batch, self._rows = samples, global_batch, rows
+        self._micro_batches, self._device, self._seen, self._dtype = micro_batches, device, seen, dtype
+        loader: DataLoader[Any] = DataLoader(
+            samples.dataset,
+            batch_sampler=_Sampler(self._indices),
+            collate_fn=samples.collate,
+            num_workers=samples.workers,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # so that torch's own generator stays as it is
+        )
+        self._values, self._places = iter(loader), self._parts()
+
+    def _parts(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the number in the run of the first sample of each micro-batch, and its indices."""
+        for step in count():
+            first = self._seen + step * self._global_batch + self._rows.start
+            for part in split_evenly(len(self._rows), self._micro_batches):
+                yield first + part.start, self._samples.indices(first + part.start, len(part))
+
+    def _indices(self) -> Iterator[list[int]]:
+        for _, indices in self._parts():
+            yield indices
+
+    def __next__(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next step."""
+        batches = []
+        for _ in range(self._micro_batches):
+            first, indices = next(self._places)
+            values = to_device(next(self._values), self._device, self._dtype)
+            batches.append(MicroBatch(values, first, checksum(indices)))
+        return batches
+
+
+def checksum(indices: Sequence[int]) -> int:
+    """Return the sum of the CRC-32 of each sample's number in the dataset."""
+    return sum(zlib.crc32(index.to_bytes(8, "little")) for index in indices)
+
+
+def to_device(values: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a batch on a device. A proof in float64 computes with numbers of 64 bits, so it casts them."""
+    if isinstance(values, Tensor):
+        wide = dtype == torch.float64 and values.is_floating_point()
+        return values.to(device, dtype if wide else values.dtype, non_blocking=True)
+    if isinstance(values, dict):
+        return {key: to_device(value, device, dtype) for key, value in values.items()}
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(to_device(value, device, dtype) for value in values))
+    if isinstance(values, list | tuple):
+        return type(values)(to_device(value, device, dtype) for value in values)
+    return values
+
+
+class _Sampler:
+    """Calls a function for each pass over the data, of which there is one without end."""
+
+    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._indices()

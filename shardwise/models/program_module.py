@@ -1,0 +1,168 @@
+"""The module of a user's program, whose forward runs the program's loss function.
+
+DDP and FSDP2 do their work in hooks around the forward of the whole model: weights are gathered there, and
+gradients are summed once its output's backward ran. A loss function may use the model in any way: call it
+twice, call some of its methods, read a weight. So the loss function itself runs inside of that forward. It
+gets a `Plain` model: the user's module with the same sub-modules, weights and buffers, but without those
+hooks, which would free the weights after the first call.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
+from shardwise.models.torch_dtypes import wide
+from shardwise.models.user_module import mixed_precision
+
+LossFunction = Callable[[Any, Any], object]
+"""Takes the model and one micro-batch; returns the summed loss, or several by name, and the number of items
+in the sum."""
+WHAT_TO_RETURN = (
+    "Return the loss summed over the items of the batch, and their number, for example "
+    '`F.cross_entropy(logits, targets, reduction="sum"), len(targets)`. Several losses are a dictionary of '
+    "such sums"
+)
+"""Advice for a loss function that returns something else."""
+_factories: list[Callable[[], object]] = []
+"""The function that makes the present program's module; empty before the program has prepared one."""
+
+
+def use_factory(make: Callable[[], object]) -> None:
+    """Let `make` make the module of this process's program from now on."""
+    _factories[:] = [make]
+
+
+def build_program_module() -> nn.Module:
+    """Return a new module of this process's program, as its author makes it."""
+    if not _factories:
+        raise UserError(
+            'model.module = "program": no program has prepared a module in this process; give run.program too'
+        )
+    module = _factories[0]()
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"engine.prepare: the function returned {_described(module)}; it must return a torch.nn.Module"
+        )
+    return module
+
+
+@dataclass
+class LossSums:
+    """Sums over the micro-batches of a step on this rank."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    """Each loss by its name."""
+    items: Tensor | float = 0.0
+    """Number of items."""
+
+    def add(self, parts: Mapping[str, Tensor], items: Tensor | float) -> None:
+        """Add the losses and the number of items of a micro-batch."""
+        for name, part in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + part.detach().double()
+        self.items = self.items + items
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """One call of a loss function: the function and its micro-batch."""
+
+    loss: LossFunction
+    values: Any
+    """The micro-batch, on the device."""
+    first: int
+    """Number of its first sample in the run."""
+    sums: LossSums
+    """Where the result of the call is added."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Holds a module, so that a walk through the attributes of a model does not find it."""
+
+    module: nn.Module
+
+
+class OfProgram(Replacement):
+    """The module of a user's program, called with a `LossCall`."""
+
+    adapted_name: str
+    """The name of the user's class, for messages."""
+    plain_model: Plain
+    program_dtype: torch.dtype
+
+    def forward(self, call: LossCall) -> Tensor:
+        """Return the sum of the losses of a micro-batch."""
+        model = self.plain_model.module
+        model.training = self.training
+        with mixed_precision(_device_type(self), self.program_dtype):
+            parts, items = checked_result(call.loss(model, call.values), call.loss)
+        dtype = wide(self.program_dtype)
+        call.sums.add(parts, items)
+        return torch.stack([part.to(dtype) for part in parts.values()]).sum()
+
+    def extra_repr(self) -> str:
+        """Return the module's own description, and how it is called."""
+        return join_texts(super().extra_repr(), "called inside of the program's loss function")
+
+
+def for_program(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a module that takes the place of a program's module and runs the program's loss function."""
+    plain = copy.copy(module)  # shares the dictionaries of sub-modules, parameters and buffers
+    for hooks in [name for name in vars(plain) if name.endswith("_hooks")]:
+        vars(plain)[hooks] = OrderedDict(vars(plain)[hooks])  # without those that are added later
+    model = replacement(
+        module,
+        OfProgram,
+        adapted_name=type(module).__name__,
+        plain_model=Plain(plain),
+        program_dtype=dtype,
+    )
+    return put_in_place(module, {module: model})
+
+
+def checked_result(result: object, loss: LossFunction) -> tuple[dict[str, Tensor], Tensor | float]:
+    """Return the losses by name and the number of items that a loss function returned, or raise an error that
+    says what it should return."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UserError(f"{name} returned {_described(result)}. {WHAT_TO_RETURN}")
+    losses, items = result
+    parts = losses if isinstance(losses, dict) else {"loss": losses}
+    for part, value in parts.items():
+        if not isinstance(value, Tensor) or value.ndim or not isinstance(part, str):
+            which = f"{part!r}: " if isinstance(losses, dict) else ""
+            raise UserError(f"{name} returned {which}{_described(value)} as loss. {WHAT_TO_RETURN}")
+    if not parts:
+        raise UserError(f"{name} returned no loss. {WHAT_TO_RETURN}")
+    return parts, _checked_items(items, name)
+
+
+def _checked_items(items: object, name: str) -> Tensor | float:
+    """Return the number of items, a tensor without waiting for its value."""
+    if isinstance(items, Tensor) and items.ndim == 0:
+        return items.detach().double()
+    if isinstance(items, int | float) and not isinstance(items, bool) and 0 <= items < math.inf:
+        return float(items)
+    raise UserError(f"{name} returned {_described(items)} as the number of items. {WHAT_TO_RETURN}")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, int | float):
+        return str(value)
+    return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")

@@ -1,0 +1,186 @@
+"""The engine: what a user's program calls to train.
+
+Every worker runs the program, and each call below is made by all of them, in the same order. The work behind
+the calls is that of the ordinary training loop (train/program.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.data.samples import Collate, MicroBatch, Samples
+from shardwise.errors import UserError
+from shardwise.models import IGNORED
+from shardwise.models.program_module import LossFunction
+
+if TYPE_CHECKING:
+    from shardwise.data.batches import Batch
+    from shardwise.train.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """This worker's samples of one global batch, which `Engine.forward_backward` takes."""
+
+    micro_batches: Sequence[MicroBatch] | Sequence[Batch]
+    """The samples that are computed at once, one after the other."""
+
+
+def next_token_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of predicting each next token of the job's data, and the number of targets. The
+    model's `forward(inputs, targets)` returns that sum."""
+    return model(batch["inputs"], batch["targets"]), (batch["targets"] != IGNORED).sum()
+
+
+class Metrics(Mapping[str, float]):
+    """Numbers of a step, known after `Engine.optim_step`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] | None = None
+
+    def _known(self) -> dict[str, float]:
+        if self._values is None:
+            raise UserError(
+                "the numbers of a step are known after engine.optim_step(), which sums over workers"
+            )
+        return self._values
+
+    def __getitem__(self, name: str) -> float:
+        return self._known()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def fill(self, values: dict[str, float]) -> None:
+        """Set the numbers."""
+        self._values = values
+
+    def __repr__(self) -> str:
+        return (
+            "Metrics(known after engine.optim_step())" if self._values is None else f"Metrics({self._values})"
+        )
+
+
+class Engine:
+    """Trains a model in a program's own loop. shardwise makes the engine and calls the program with it."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def prepare(self, make: Callable[[], torch.nn.Module] | None = None, sharding: object = None) -> None:
+        """Say which model to train.
+
+        `make` is called without arguments and returns a `torch.nn.Module`. It is called several times: to
+        build the model without memory for its weights, and to give these their first values. `sharding` is
+        the module's sharding table; without one the module is trained on data axes with any ZeRO stage. Left
+        out: the model of the job.
+        """
+        self._program.prepare(make, sharding)
+
+    def optimizer(self, name: str = "adamw", lr: float | None = None, **settings: object) -> None:
+        """Say how weights are updated: the name of an optimizer, its peak learning rate and its settings. The
+        schedule of the learning rate is the job's ([train])."""
+        self._program.choose_optimizer(name, lr, settings)
+
+    def batches(
+        self,
+        dataset: object = None,
+        *,
+        global_batch: int | None = None,
+        collate: Collate | None = None,
+        steps: int | None = None,
+        epochs: float | None = None,
+        workers: int = 0,
+    ) -> Iterator[StepBatch]:
+        """Yield this worker's part of each global batch, from the step where the run stands to the last one.
+
+        `dataset` has `__len__` and `__getitem__`; left out, the data are those of the job. `collate` makes a
+        batch of a list of samples, by default as torch's `DataLoader` does. The run makes `steps` steps, or
+        passes `epochs` times through the data (1 by default). `workers` processes read ahead.
+        """
+        samples = None if dataset is None else Samples(dataset, collate, workers)
+        return self._program.batches(samples, global_batch, steps, epochs)
+
+    def forward_backward(self, loss: LossFunction, batch: StepBatch) -> Metrics:
+        """Compute the gradients of a batch, micro-batch by micro-batch.
+
+        `loss(model, values)` returns the loss summed over the items of a micro-batch, and their number. The
+        gradient of the step is that of all sums together, divided by the number of all items. Several losses
+        are a dictionary of sums, which are added; each is recorded under its name.
+        """
+        return self._program.forward_backward(loss, batch)
+
+    def clip_grad_norm(self, limit: float) -> None:
+        """Scale the gradients of this step so that their global norm is at most `limit`."""
+        self._program.clip_grad_norm(limit)
+
+    def optim_step(self) -> Metrics:
+        """Update the weights, record the step, and save if a checkpoint is due. Return the numbers of the
+        step: `loss`, `gradient_norm`, `learning_rate`, `items`, and each named loss."""
+        return self._program.optim_step()
+
+    def evaluate(
+        self, function: LossFunction, dataset: object, *, collate: Collate | None = None
+    ) -> dict[str, float]:
+        """Return the mean of what `function(model, values)` returns over a whole dataset, in eval mode and
+        without gradients. The function is like that of `forward_backward`; its sums need not be losses."""
+        return self._program.evaluate(function, Samples(dataset, collate))
+
+    def log(self, **values: float) -> None:
+        """Record numbers with the present step: with the one whose gradients are computed, or else with the
+        next one. Those of the main worker count."""
+        self._program.log(values)
+
+    def save(self) -> None:
+        """Save a checkpoint after the present step. The main worker's call counts."""
+        self._program.asks_to_save = True
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Values of the program's own, which are saved with each checkpoint: numbers, texts, tensors, and
+        lists and dictionaries of them. Set first values before the loop over `batches`: the values of the
+        checkpoint that the run goes on from replace them when the loop begins. The main worker's are saved.
+        """
+        return self._program.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights and the optimizer's state by name, as tensors or DTensors that share memory with
+        the run's. `torch.distributed.checkpoint.save` writes them."""
+        return self._program.state_dict()
+
+    def export(self, path: str) -> None:
+        """Write all weights and buffers, whole and in the dtype in which they are stored, to a safetensors
+        file. All workers call this."""
+        self._program.export(path)
+
+    def stop(self) -> None:
+        """End the run on all workers after the present step, as if it were the last one. It is enough that
+        one worker calls this."""
+        self._program.stop()
+
+    @property
+    def step(self) -> int:
+        """Number of steps that the run has made."""
+        return self._program.present().step
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker, from 0."""
+        return self._program.present().mesh.worker.rank
+
+    @property
+    def world(self) -> int:
+        """Number of workers."""
+        return self._program.present().mesh.worker.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this worker computes on."""
+        return self._program.present().mesh.device
