@@ -44,6 +44,12 @@ DispatchMode = TorchDispatchMode
 """A mode that sees every operator while it is active. torch has no public name for it."""
 
 
+def default_store() -> Any:
+    """Return the store through which the workers of the process group have met. torch hands it out by a
+    private function only."""
+    return dist.distributed_c10d._get_default_store()
+
+
 Operator = torch._ops.OpOverload
 """An operator as a dispatch mode sees it. torch has no public name for its type."""
 

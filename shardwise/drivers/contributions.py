@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -117,7 +117,7 @@ class Contributions:
         """Fail: only float8 repeats steps, and it is refused with a parameter server."""
         raise AssertionError("no step of a server is repeated")
 
-    def step_done(self, done: StepRecord) -> None:
+    def step_done(self, done: StepRecord) -> Mapping[str, float]:
         """Publish the weights of the step that is done, and note which sequences are in them."""
         self._publish()
         state = State()
@@ -129,6 +129,7 @@ class Contributions:
         self.training.missing = tuple(
             range(portion * self.rows, (portion + 1) * self.rows) for portion in missing
         )
+        return {}
 
     def finish(self) -> None:
         """Do nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
+from shardwise._torch import count_groups_anew, default_store, flatten, forget_meshes, part_of
 from shardwise.config.layout import Layout
 from shardwise.config.machine import Device
 from shardwise.mesh import nccl
@@ -113,6 +114,21 @@ class Mesh:
             ranks, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
         )
         return second
+
+    def missing_at(self, point: str, seconds: float) -> list[int]:
+        """Tell the other workers that this one has reached a point of its program, and wait for them. Return
+        the ranks that have not reached it in this time. `point` must be new in every call."""
+        if self.worker.world == 1:
+            return []
+        store, deadline, missing = default_store(), time.monotonic() + seconds, []
+        store.set(f"{point}/{self.worker.rank}", "")
+        for rank in range(self.worker.world):
+            left = max(0.001, deadline - time.monotonic())
+            try:
+                store.wait([f"{point}/{rank}"], datetime.timedelta(seconds=left))
+            except dist.DistStoreError:
+                missing.append(rank)
+        return missing
 
     def label(self, axis: str) -> str:
         """Return a readable name of an axis: the names of its parts that have more than one device."""

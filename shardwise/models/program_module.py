@@ -108,7 +108,13 @@ class OfProgram(Replacement):
             parts, items = checked_result(call.loss(model, call.values), call.loss)
         dtype = wide(self.program_dtype)
         call.sums.add(parts, items)
-        return torch.stack([part.to(dtype) for part in parts.values()]).sum()
+        total = torch.stack([part.to(dtype) for part in parts.values()]).sum()
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise UserError(
+                f"{_name(call.loss)} returned a loss that depends on no trained weight of the model; compute "
+                "it with the model that the function is called with"
+            )
+        return total
 
     def extra_repr(self) -> str:
         """Return the module's own description, and how it is called."""
@@ -133,7 +139,7 @@ def for_program(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def checked_result(result: object, loss: LossFunction) -> tuple[dict[str, Tensor], Tensor | float]:
     """Return the losses by name and the number of items that a loss function returned, or raise an error that
     says what it should return."""
-    name = getattr(loss, "__name__", type(loss).__name__)
+    name = _name(loss)
     if not isinstance(result, tuple) or len(result) != 2:
         raise UserError(f"{name} returned {_described(result)}. {WHAT_TO_RETURN}")
     losses, items = result
@@ -154,6 +160,10 @@ def _checked_items(items: object, name: str) -> Tensor | float:
     if isinstance(items, int | float) and not isinstance(items, bool) and 0 <= items < math.inf:
         return float(items)
     raise UserError(f"{name} returned {_described(items)} as the number of items. {WHAT_TO_RETURN}")
+
+
+def _name(function: LossFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _described(value: object) -> str:

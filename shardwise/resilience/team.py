@@ -555,12 +555,11 @@ def _lost(team: Team, host: str, step: int) -> Fault:
 
 
 def repeated_line_message(fault: Fault) -> str:
-    """Return the message about a line of the user's code that failed twice, without the traceback."""
+    """Return the message about a line of the user's code that failed twice, after the traceback."""
     where = f"at step {fault.step}" if fault.step else "before the first step"
-    log = "the logs have the traceback"
-    if fault.rank is not None:
-        log = f"the traceback is in logs/rank-{fault.rank}.log of the run"
-    return f"{fault.cause}. It failed twice in this line {where}, so the run stops; {log}"
+    told = f"{fault.cause}. It failed twice in this line {where}, so the run stops"
+    log = "" if fault.rank is None else f"; logs/rank-{fault.rank}.log of the run has all frames"
+    return f"{fault.trace_before_message}{told}{log}"
 
 
 def _failed_attempts_message(faults: list[Fault]) -> str:

@@ -33,6 +33,15 @@ def line_in_user_code(error: BaseException) -> str:
     return f"{near}, line {frames[-1].lineno}, in {frames[-1].name}"
 
 
+def trace_of_user_code(error: BaseException) -> str:
+    """Return the traceback from the first line of the user's code on; the whole one if there is no such
+    line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((index for index, frame in enumerate(frames) if _is_user_file(frame.filename)), 0)
+    lines = traceback.format_list(frames[first:]) + traceback.format_exception_only(error)
+    return "".join(["Traceback (most recent call last):\n", *lines])
+
+
 def _is_user_file(file: str) -> bool:
     """Return whether a file belongs to the user and not to a library."""
     return os.path.isabs(file) and not file.startswith(_LIBRARIES)

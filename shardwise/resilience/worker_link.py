@@ -30,7 +30,7 @@ from shardwise.observe import present_time
 from shardwise.plans import Plan
 from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
 from shardwise.resilience.team import Fault, Member, Team
-from shardwise.resilience.user_code import line_in_user_code
+from shardwise.resilience.user_code import line_in_user_code, trace_of_user_code
 from shardwise.resilience.worker_messages import (
     Done,
     Failed,
@@ -148,7 +148,7 @@ class HostLink(WorkerLink):
         explained, line = isinstance(error, UserError) or limit is not None, line_in_user_code(error)
         text = limit or (str(error) if explained else f"{type(error).__name__}: {error}")
         causes = [f"{line}: {text}" if line and not explained else text, *getattr(error, "__notes__", ())]
-        trace = "" if explained else "".join(traceback.format_exception(error))
+        trace = "" if explained else trace_of_user_code(error)
         status = error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None
         if limit is not None and self._is_first_attempt():
             causes, status = [limit], UserError.status

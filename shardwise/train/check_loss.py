@@ -25,15 +25,21 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from shardwise.data import Rows
 from shardwise.data.batches import Batch, to_batch
+from shardwise.data.samples import Samples, to_device
 from shardwise.errors import UserError
-from shardwise.models import IGNORED, attention_backends
+from shardwise.models import IGNORED, LossCall, LossSums, attention_backends
+from shardwise.models.program_module import WHAT_TO_RETURN as WHAT_A_PROGRAM_RETURNS
+from shardwise.models.program_module import LossFunction
+from shardwise.models.torch_dtypes import DTYPES
 from shardwise.models.user_module import WHAT_TO_RETURN
 from shardwise.parallel import build_plain
 from shardwise.plans import ModelSpec
@@ -85,6 +91,35 @@ def check_summed_loss(training: Training) -> None:
             f"last batch with "
             f"such rows, so the held-out loss would be {empty} too; they must add 0. {WHAT_TO_RETURN}"
         )
+
+
+@torch.no_grad()
+def check_program_loss(training: Training, loss: LossFunction, samples: Samples) -> None:
+    """Raise if a loss of a program is a mean and not a sum: of one sample, and of the same sample twice in a
+    batch, it is the same. Every rank must call this."""
+    sample = samples.dataset[samples.indices(0, 1)[0]]
+    collate, device = samples.collate or default_collate, training.mesh.device
+    dtype = DTYPES[training.plan.model.dtypes.compute]
+    with _without_trace(training):
+        (once, items), (twice, items_of_two) = (
+            _measured_sums(training, loss, to_device(collate(batch), device, dtype))
+            for batch in ([sample], [sample, sample])
+        )
+    for name in once.keys() & twice.keys():
+        if once[name] and items_of_two > items and abs(twice[name] - once[name]) <= CLOSE * abs(once[name]):
+            which = f" ({name})" if len(once) > 1 else ""
+            raise UserError(
+                f"the loss{which} looks like a mean: that of one sample is {once[name]:.4g}, and that of the "
+                f"same sample twice in a batch is {twice[name]:.4g}, where a sum is twice as large. "
+                f"{WHAT_A_PROGRAM_RETURNS}"
+            )
+
+
+def _measured_sums(training: Training, loss: LossFunction, values: Any) -> tuple[dict[str, float], float]:
+    """Return the losses of a batch and its number of items."""
+    sums = LossSums()
+    training.parallel.loss(LossCall(loss, values, 0, sums))
+    return {name: float(value) for name, value in sums.parts.items()}, float(sums.items)
 
 
 def _row_with_targets(training: Training, rows: Rows) -> Batch:

@@ -134,12 +134,11 @@ class Engine:
         return self._program.evaluate(function, Samples(dataset, collate))
 
     def log(self, **values: float) -> None:
-        """Record numbers with the present step: with the one whose gradients are computed, or else with the
-        next one. Those of the main worker count."""
+        """Record numbers with the step of the batch that the loop has now. Those of the main worker count."""
         self._program.log(values)
 
     def save(self) -> None:
-        """Save a checkpoint after the present step. The main worker's call counts."""
+        """Save a checkpoint with the next `optim_step`. The main worker's call counts."""
         self._program.asks_to_save = True
 
     @property
@@ -161,8 +160,8 @@ class Engine:
         self._program.export(path)
 
     def stop(self) -> None:
-        """End the run on all workers after the present step, as if it were the last one. It is enough that
-        one worker calls this."""
+        """End the run with the next `optim_step`, as if it were that of the last step. It is enough that one
+        worker calls this; the loops of all workers end."""
         self._program.stop()
 
     @property

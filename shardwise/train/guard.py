@@ -40,9 +40,11 @@ def check_gradients(training: Training) -> None:
     if lacking:
         name, ranks = next(iter(lacking.items()))
         others = f", and {len(lacking) - 1} other parameters neither" if len(lacking) > 1 else ""
+        used = "Is it used in the model's forward?"
+        if training.program is not None:
+            used = "Does the loss function use it, in the model that the function is called with?"
         raise RunFailed(
-            f"step {training.step + 1}: {name} got no gradient on rank {_listed(ranks)}{others}. "
-            "Is it used in the model's forward?"
+            f"step {training.step + 1}: {name} got no gradient on rank {_listed(ranks)}{others}. {used}"
         )
 
 

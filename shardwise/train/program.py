@@ -37,6 +37,7 @@ from shardwise.models.torch_dtypes import DTYPES
 from shardwise.optimizers import from_table
 from shardwise.plurals import counted
 from shardwise.section import Section
+from shardwise.train.check_loss import check_program_loss
 from shardwise.train.engine import Engine, Metrics, StepBatch, next_token_loss
 from shardwise.train.turns import Turns
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from shardwise.train.sources import Drawn, RankRows
 
 EXAMPLE = "train.py:program"
+AGREE_SECONDS = 30.0
+"""How long a worker waits for the others to make a call that all have to make."""
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Program:
         self._metrics = Metrics()
         self._reader: SampleReader | RankRows | None = None
         self._ahead: StepBatch | None = None
-        self._finished = False
+        self._finished, self._calls = False, 0
         function = load_program(self.address)
         self._turns = Turns(lambda: function(Engine(self)))
 
@@ -216,18 +219,21 @@ class Program:
         )
 
     def next_gradients(self) -> Drawn | None:
-        """Let the program run to its next `optim_step`, and return the gradients of that step."""
+        """Let the program compute the gradients of the next step, and return them."""
+        self._resume()
+        assert self._drawn is not None, "the program waits in optim_step"
+        return self._drawn
+
+    def _resume(self) -> None:
+        """Let the program run to where it waits next. It may end only after the last step."""
         self._turns.resume()
-        if self._turns.ended:
-            training = self.present()
+        training = self.present()
+        if self._turns.ended and training.step < training.config.train.steps:
             raise UserError(
                 f"{self.address} returned on worker {training.mesh.worker.rank} after step {training.step} "
-                f"of "
-                f"{training.config.train.steps}. Every worker has to make every step; to end a run early, "
-                f"call "
-                "engine.stop() on any worker"
+                f"of {training.config.train.steps}. Every worker has to make every step; to end a run early, "
+                "call engine.stop() on any worker, and go on until engine.batches(...) ends"
             )
-        return self._drawn
 
     def gradients_again(self) -> Drawn:
         """Compute the gradients of the present step once more."""
@@ -240,8 +246,9 @@ class Program:
         if training.step + 1 < training.config.train.steps and self._ahead is None:
             self._ahead = self._read()
 
-    def note_step(self, done: StepRecord) -> None:
-        """Give the program the numbers of a step."""
+    def after_step(self, done: StepRecord) -> dict[str, float]:
+        """Give the program the numbers of a step, and let it run to where it asks for the next batch: what it
+        keeps in `engine.state` then belongs to the step. Return the numbers that it records with the step."""
         self.asks_to_save = False
         numbers = {
             "loss": done.loss,
@@ -250,6 +257,9 @@ class Program:
             "seconds": done.seconds,
         }
         self._metrics.fill({**done.losses, **numbers})
+        self._drawn = self._batch = None
+        self._resume()
+        return self.take_logged()
 
     def saved_state(self) -> Tensor:
         """Return the program's values as bytes."""
@@ -279,7 +289,8 @@ class Program:
     def finish(self) -> None:
         """Let the program run to its end, after the last step."""
         self._finished = True
-        self._turns.resume()
+        if not self._turns.ended:
+            self._turns.resume()
         if not self._turns.ended:
             raise UserError(
                 f"{self.address}: the program goes on after the last step, train.steps = "
@@ -316,6 +327,7 @@ class Program:
                     f"one; call "
                     "engine.forward_backward(loss, batch) and engine.optim_step() for every batch"
                 )
+            self._turns.wait()
 
     def _read(self) -> StepBatch:
         assert self._reader is not None, "the program has a team"
@@ -339,7 +351,10 @@ class Program:
             )
         if batch is not self._batch:
             raise UserError(f"step {training.step + 1}: engine.forward_backward got a batch of another step")
+        samples, first = self.request.samples, training.step == 0 and self._call is None
         self._call, self._metrics = (loss, batch), Metrics()
+        if first and samples is not None and self.config.model.is_of_program:
+            check_program_loss(training, loss, samples)
         self._drawn = self._computed(loss, batch)
         return self._metrics
 
@@ -397,9 +412,7 @@ class Program:
                 f"step {training.step + 1}: engine.optim_step() without gradients; call "
                 f"engine.forward_backward before"
             )
-        self._drawn = replace(self._drawn, logged=self.take_logged())
         self._turns.wait()
-        self._drawn = self._batch = None
         return self._metrics
 
     def stop(self) -> None:
@@ -422,6 +435,7 @@ class Program:
             raise UserError(
                 "engine.evaluate: is for a model that engine.prepare makes; set train.evaluate_every"
             )
+        self._agree("engine.evaluate")
         if self.link is not None:
             self.link.progress("evaluate", training.step)
         sums = LossSums()
@@ -451,6 +465,18 @@ class Program:
             values = collate([samples.dataset[index] for index in chosen])
             yield to_device(values, training.mesh.device, dtype), float(start < count)
 
+    def _agree(self, call: str) -> None:
+        """Raise if another rank does not make the same call now. All would wait for each other forever."""
+        training, self._calls = self.present(), self._calls + 1
+        others = training.mesh.missing_at(f"{self._calls} {call} {training.step}", AGREE_SECONDS)
+        if others:
+            raise UserError(
+                f"worker {training.mesh.worker.rank} called {call} after step {training.step}, and "
+                f"{counted(len(others), 'worker')} did not within {AGREE_SECONDS:.0f} s (worker "
+                f"{', '.join(map(str, others[:8]))}). Every worker has to make the same calls in the same "
+                "order"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the weights and the optimizer's state by name."""
         training = self.present()
@@ -465,6 +491,7 @@ class Program:
     def export(self, path: str) -> None:
         """Write whole weights and buffers to a file, on the main rank."""
         training = self.present()
+        self._agree("engine.export")
         tensors = {}
         for name, tensor in (*training.parallel.named_parameters(), *training.parallel.named_buffers()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -574,9 +601,9 @@ class ProgramSource:
         """Compute the next gradients as the last ones."""
         self._again = True
 
-    def step_done(self, done: StepRecord) -> None:
-        """Give the program the numbers of the step."""
-        self._program.note_step(done)
+    def step_done(self, done: StepRecord) -> Mapping[str, float]:
+        """Let the program do what follows the step."""
+        return self._program.after_step(done)
 
     def finish(self) -> None:
         """Let the program run to its end."""

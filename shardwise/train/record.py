@@ -172,7 +172,6 @@ class StepRecorder:
             expert_imbalance=numbers.loads[0] if numbers.loads else None,
             expert_load=list(numbers.loads[1:]) if numbers.loads else None,
             losses=self._losses(numbers.losses),
-            logged=dict(drawn.logged),
         )
         self.last, self._again = self._watched(done), 0
         return self.last

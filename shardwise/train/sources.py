@@ -8,7 +8,7 @@ step, is the same for all sources (train/steps.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -72,8 +72,6 @@ class Drawn:
     """Updates that workers have already made; None: the step still has to make its update."""
     norm: Tensor | None = None
     """Mean norm of the gradients of these updates."""
-    logged: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that a program records with the step."""
     program: ProgramSums | None = None
     """Results of a program's loss function; None: the loss is that of the job's model."""
 
@@ -90,8 +88,8 @@ class Source(Protocol):
     def repeat_last(self) -> None:
         """Let the next `draw` repeat the last one."""
 
-    def step_done(self, done: StepRecord) -> None:
-        """Note that a step is done."""
+    def step_done(self, done: StepRecord) -> Mapping[str, float]:
+        """Note that a step is done. Return more numbers to record with it."""
 
     def finish(self) -> None:
         """Do what follows the last step. Called when it is saved; not in a run that stops before."""
@@ -152,9 +150,10 @@ class RankRows:
         """Use the rows of the last step once more."""
         self._batch, self._after = self._drawn, self._batch
 
-    def step_done(self, done: StepRecord) -> None:
+    def step_done(self, done: StepRecord) -> Mapping[str, float]:
         """Use the times of the ranks for the shares of later batches."""
         self._dealer.note_seconds(done.step - 1, done.rank_seconds)
+        return {}
 
     def finish(self) -> None:
         """Do nothing."""

@@ -13,6 +13,7 @@ numbers (train/non_finite.py), checks of copies (train/guard.py) and the record 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -111,8 +112,7 @@ def steps(
             training.scale = training.scale.after(skipped)
             training.step, training.sequences = step, training.sequences + train.global_batch
             done = recorder.record(numbers, drawn, lr, scale, skipped)
-            source.step_done(done)
-            yield done
+            yield replace(done, logged=dict(source.step_done(done)))
             if done.stop:
                 return
     finally:

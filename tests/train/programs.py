@@ -1,0 +1,244 @@
+"""Programs that the tests train: right ones, and one for each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+
+TABLE = sw.Sharding(
+    modules={"first": sw.columns(24), "second": sw.rows(24), "norm": sw.whole(), "last": sw.whole()},
+    sequence_parallel=False,
+)
+STEPS, BATCH = 6, 12
+
+
+class Points:
+    """A map-style dataset of dictionaries. One sample in five counts three times in the loss."""
+
+    def __init__(self, count: int = 100) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(count, 8, generator=generator)
+        self.y = (self.x.sum(1) > 0).long() + (self.x[:, 0] > 1).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "x": self.x[index],
+            "y": self.y[index],
+            "weight": torch.tensor(3.0 if index % 5 == 0 else 1.0),
+        }
+
+
+class Net(nn.Module):
+    """A few layers with initial values of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 24), nn.Linear(24, 16)
+        self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 3)
+        nn.init.trunc_normal_(self.last.weight, std=0.3)
+        nn.init.constant_(self.last.bias, 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.second(F.gelu(self.first(x)))))
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The weighted cross-entropy, and the sum of weights."""
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["weight"]).sum(), batch["weight"].sum()
+
+
+def two_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Two losses by name."""
+    logits = model(batch["x"])
+    fit = F.cross_entropy(logits, batch["y"], reduction="sum")
+    return {"fit": fit, "small": 0.1 * logits.square().sum()}, len(batch["y"])
+
+
+def trains(engine: sw.Engine, function: Any = loss, make: Callable[[], nn.Module] = Net, **more: Any) -> None:
+    """The loop of most programs here."""
+    engine.prepare(make, sharding=TABLE)
+    engine.optimizer("adamw", lr=1e-2, weight_decay=0.0)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS, **more):
+        engine.forward_backward(function, batch)
+        engine.clip_grad_norm(0.5)
+        engine.optim_step()
+
+
+def named_losses(engine: sw.Engine) -> None:
+    trains(engine, two_losses)
+
+
+def counts_in_state(engine: sw.Engine) -> None:
+    """Keeps values of its own, evaluates and records."""
+    engine.prepare(Net)
+    engine.state.update(sum=0.0, seen=[])
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=40):
+        engine.forward_backward(loss, batch)
+        metrics = engine.optim_step()
+        engine.state["sum"] += metrics["loss"]
+        engine.state["seen"].append(engine.step)
+        engine.log(mean=engine.state["sum"] / engine.step)
+    engine.log(final=engine.evaluate(loss, Points(31))["loss"])
+
+
+def of_the_job(engine: sw.Engine) -> None:
+    """Trains the model and the data of the job."""
+    engine.prepare()
+    for batch in engine.batches():
+        engine.forward_backward(sw.next_token_loss, batch)
+        engine.clip_grad_norm(1.0)
+        engine.optim_step()
+
+
+# Mistakes
+
+
+def returns_no_scalar(engine: sw.Engine) -> None:
+    trains(engine, lambda model, batch: (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none"), 3))
+
+
+def returns_a_mean(engine: sw.Engine) -> None:
+    trains(engine, lambda model, batch: (F.cross_entropy(model(batch["x"]), batch["y"]), len(batch["y"])))
+
+
+def returns_no_count(engine: sw.Engine) -> None:
+    trains(engine, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"))
+
+
+def counts_in_text(engine: sw.Engine) -> None:
+    trains(engine, lambda model, batch: (model(batch["x"]).sum(), "12"))
+
+
+def uses_no_weight(engine: sw.Engine) -> None:
+    trains(engine, lambda model, batch: (torch.tensor(1.0), 3))
+
+
+def has_few_samples(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for _ in engine.batches(Points(5), global_batch=BATCH):
+        pass
+
+
+def calls_twice(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.forward_backward(loss, batch)
+
+
+def skips_a_batch(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        if engine.step != 2:
+            engine.forward_backward(loss, batch)
+            engine.optim_step()
+
+
+def steps_without_gradients(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for _ in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.optim_step()
+
+
+OUTSIDE = Net()
+
+
+def builds_outside(engine: sw.Engine) -> None:
+    trains(engine, lambda model, batch: loss(OUTSIDE, batch))
+
+
+class Unused(Net):
+    """Has a weight that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm2 = nn.LayerNorm(3)
+
+
+def leaves_a_weight_out(engine: sw.Engine) -> None:
+    engine.prepare(Unused)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+
+
+def ends_before_its_loop(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+
+
+def prepares_nothing(engine: sw.Engine) -> None:
+    for _ in engine.batches(Points(), global_batch=BATCH):
+        pass
+
+
+def prepares_no_module(engine: sw.Engine) -> None:
+    trains(engine, make=lambda: {"weight": 1})  # type: ignore[arg-type,return-value]
+
+
+def has_samples_in_a_generator(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for _ in engine.batches((point for point in Points()), global_batch=BATCH):  # type: ignore[attr-defined]
+        pass
+
+
+def keeps_a_module_in_state(engine: sw.Engine) -> None:
+    engine.state["net"] = Net()
+    trains(engine)
+
+
+def goes_on_after_the_end(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    batches = engine.batches(Points(), global_batch=BATCH, steps=STEPS)
+    batch = None
+    while True:
+        batch = next(batches, batch)
+        assert batch is not None
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+
+
+def returns_early_on_one_rank(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        if engine.rank == 1 and engine.step == 2:
+            return
+
+
+def evaluates_on_one_rank(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        if engine.rank == 1:
+            engine.evaluate(loss, Points())
+
+
+def raises_on_one_rank(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        if engine.rank == 1 and engine.step == 2:
+            raise KeyError("lost sample")
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+
+
+def stops_on_one_rank(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        if engine.rank == 1 and engine.step == 2:
+            engine.stop()
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+    engine.log(ended_after=engine.step)

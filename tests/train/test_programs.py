@@ -1,0 +1,361 @@
+"""Programs of users: they train what a loop in plain torch trains, on every layout, and survive; and what is
+wrong in one gets a message."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks.jobs import ALONE, Tables, put_together
+from ranks.pool import Pool
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from train.programs import BATCH, STEPS, Net, Points, loss
+
+import shardwise as sw
+from shardwise.checkpoint.state_key import StateKey
+from shardwise.checkpoint.tensor_files import Contents
+from shardwise.config import Config
+from shardwise.config.read import from_tables
+from shardwise.data.samples import Samples
+from shardwise.errors import UserError
+from shardwise.mesh import Worker
+from shardwise.plans import choose
+from shardwise.train.build import Training, build
+from shardwise.train.program import Program, described
+from shardwise.train.steps import StepRecord, steps
+
+PROGRAMS = Path(__file__).parent / "programs.py"
+TRAIN = {"precision": "float64", "schedule": "constant", "warmup": 0, "seed": 3}
+
+
+def tables_of(program: str, **sections: Any) -> Tables:
+    tables: Tables = {
+        "run": {"program": f"{PROGRAMS}:{program}", "device": "cpu"},
+        "train": TRAIN,
+        "layout": {},
+    }
+    return {**tables, **{name: {**tables.get(name, {}), **table} for name, table in sections.items()}}
+
+
+def begin(worker: Worker, tables: Tables) -> tuple[Training, Program]:
+    """The training of a program on this rank, before its first step."""
+    config: Config = described(from_tables(tables))
+    program = Program(config)
+    samples = program.begin().samples
+    plan = choose(config, worker.world)
+    return build(config, plan, worker, samples, program=program), program
+
+
+def trained(worker: Worker, tables: Tables) -> tuple[list[StepRecord], dict[str, Tensor]]:
+    """Train a program to its end; the records, and whole weights."""
+    training, _ = begin(worker, tables)
+    source = training.rank_driver.source(training)
+    done = list(steps(training, source=source))
+    source.finish()
+    source.close()
+    return done, put_together(dict(training.parallel.named_parameters()), worker.world)
+
+
+def in_plain_torch(function: Any = loss) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same training by hand: no engine, the whole batch at once. Only the order of the data is ours."""
+    torch.set_num_threads(1)
+    data, order = Points(), Samples(Points(), seed=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(TRAIN["seed"])
+        model = Net().double()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, foreach=False
+    )
+    losses, norms = [], []
+    for step in range(STEPS):
+        chosen = [data[index] for index in order.indices(step * BATCH, BATCH)]
+        batch = {key: torch.stack([each[key] for each in chosen]) for key in ("x", "y", "weight")}
+        batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+        total, items = function(model, batch)
+        mean = total / items
+        optimizer.zero_grad()
+        mean.backward()
+        norm = nn.utils.get_total_norm([weight.grad for weight in model.parameters()])
+        for weight in model.parameters():
+            weight.grad /= (norm / 0.5).clamp(min=1.0)  # torch's clipping adds 1e-6 to the norm
+        optimizer.step()
+        losses.append(mean.item())
+        norms.append(norm.item())
+    return losses, norms, {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+LAYOUTS: list[dict[str, int]] = [
+    {"data": 1},
+    {"data": 2, "zero": 0},
+    {"data": 2, "zero": 3},
+    {"data": 4, "zero": 1},
+    {"replica": 2, "data": 2, "zero": 2},
+    {"tensor": 2, "data": 1},
+    {"tensor": 2, "data": 2, "zero": 3},
+    {"tensor": 4, "data": 1},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_a_program_trains_what_a_loop_in_plain_torch_trains(
+    ranks: Any, layout: dict[str, int], micro_batch: int | None
+) -> None:
+    """A weight of three counts three times, so micro-batches and devices have different numbers of items."""
+    world = math.prod(layout.get(axis, 1) for axis in ("replica", "data", "tensor"))
+    tables = tables_of("trains", layout=layout, train={"micro_batch": micro_batch} if micro_batch else {})
+    losses, norms, weights = in_plain_torch()
+    pool: Pool = ranks(world)
+    for done, found in pool.run(trained, tables):
+        assert [step.loss for step in done] == pytest.approx(losses, rel=1e-12)
+        assert [step.gradient_norm for step in done] == pytest.approx(norms, rel=1e-12)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-11, atol=1e-13, msg=name)
+
+
+def test_losses_by_name_are_added_and_recorded_as_means(ranks: Any) -> None:
+    for done, _ in ranks(2).run(trained, tables_of("named_losses", layout={"data": 2})):
+        for step in done:
+            assert set(step.losses) == {"items", "fit", "small"}
+            assert step.losses["items"] == BATCH
+            assert step.loss == pytest.approx(step.losses["fit"] + step.losses["small"], rel=1e-12)
+
+
+def test_the_table_of_a_program_is_proven_on_the_tensor_axis() -> None:
+    proof = sw.verify(f"{PROGRAMS}:trains", steps=2, layout={"tensor": 2, "data": 2, "zero": 2})
+    assert proof.passes, proof
+    assert proof.to_json()["worst"]["relative_error"] < 1e-12
+
+
+def test_a_table_that_names_no_module_is_refused(tmp_path: Path) -> None:
+    text = PROGRAMS.read_text().replace('"norm": sw.whole()', '"none": sw.whole()')
+    (tmp_path / "wrong.py").write_text(text)
+    with pytest.raises(UserError, match="'none', which is no module"):
+        sw.verify(f"{tmp_path / 'wrong.py'}:trains", steps=2, layout={"tensor": 2, "data": 1})
+
+
+def small_job(**train: Any) -> Tables:
+    return {
+        "model": {"preset": "bytes-400k"},
+        "data": {"source": str(PROGRAMS.parents[2] / "examples/shakespeare.txt"), "sequence_length": 32},
+        "train": {"steps": 5, "global_batch": 4, **train},
+        "run": {"device": "cpu"},
+    }
+
+
+def without_program(worker: Worker, tables: Tables) -> list[tuple[float, float]]:
+    training = build(from_tables(tables), choose(from_tables(tables), worker.world), worker)
+    return [(step.loss, step.gradient_norm) for step in steps(training)]
+
+
+def with_program(worker: Worker, tables: Tables) -> list[tuple[float, float]]:
+    return [(step.loss, step.gradient_norm) for step in trained(worker, tables)[0]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"data": 2, "zero": 2}, {"tensor": 2, "data": 1}, {"pipeline": 2, "data": 1}, {"context": 2, "data": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["float32", "float8"])
+def test_the_jobs_model_trains_through_the_engine_to_the_bit(
+    ranks: Any, layout: dict[str, int], precision: str
+) -> None:
+    tables = {**small_job(precision=precision), "layout": layout}
+    program = {**tables, "run": {**tables["run"], "program": f"{PROGRAMS}:of_the_job"}}
+    assert ranks(2).run(with_program, program) == ranks(2).run(without_program, tables)
+
+
+# Mistakes. Each is found before or at the first step, on one device.
+
+
+def folder_in(tmp_path: Path) -> dict[str, str]:
+    return {"folder": str(tmp_path / "run"), "device": "cpu"}
+
+
+MISTAKES = {
+    "returns_no_scalar": r"<lambda> returned a tensor of shape \(1,\) as loss. Return the loss summed over "
+    "the items",
+    "returns_a_mean": "the loss looks like a mean: .* Return the loss summed over the items of the batch, "
+    "and their number",
+    "returns_no_count": r"<lambda> returned a tensor of shape \(\). Return the loss summed",
+    "counts_in_text": "<lambda> returned a str as the number of items",
+    "uses_no_weight": "depends on no trained weight of the model",
+    "has_few_samples": "the dataset has 5 samples, fewer than a global batch of 12",
+    "calls_twice": "step 1: engine.forward_backward was called twice",
+    "skips_a_batch": "step 3: the program asked for another batch before it used this one",
+    "steps_without_gradients": r"step 1: engine.optim_step\(\) without gradients",
+    "builds_outside": "last.bias got no gradient|got no gradient on rank 0.* Does the loss function use it",
+    "leaves_a_weight_out": "norm2.weight got no gradient on rank 0.* Does the loss function use it",
+    "ends_before_its_loop": r"the program ended before its first batch; call engine.prepare",
+    "prepares_nothing": "the program has no model; call engine.prepare",
+    "prepares_no_module": r"engine.prepare: the function returned a dict; it must return a torch.nn.Module",
+    "has_samples_in_a_generator": "generator has no __len__ and __getitem__; give a map-style dataset",
+    "goes_on_after_the_end": "engine.forward_backward got a batch of another step",
+}
+
+
+@pytest.mark.parametrize("program", MISTAKES)
+def test_a_mistake_in_a_program_gets_one_message(program: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){MISTAKES[program]}"):
+        trained(ALONE, tables_of(program, train={"precision": "float32"}))
+
+
+def test_a_state_that_cannot_be_saved_is_refused_with_the_first_save(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.state: cannot be saved: .*keep numbers, texts, tensors"):
+        sw.launch(f"{PROGRAMS}:keeps_a_module_in_state", run=folder_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            "returns_early_on_one_rank",
+            "returned on worker 1 after step 2 of 6. Every worker has to",
+        ),
+        ("raises_on_one_rank", "programs.py, line [0-9]+, in raises_on_one_rank: KeyError: 'lost sample'"),
+        (
+            "evaluates_on_one_rank",
+            "worker 1 called engine.evaluate after step 1, and 1 worker did not",
+        ),
+    ],
+)
+def test_what_one_rank_does_alone_ends_all(tmp_path: Path, program: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        sw.launch(
+            f"{PROGRAMS}:{program}",
+            workers=2,
+            layout={"data": 2},
+            run=folder_in(tmp_path),
+        )
+    if program == "raises_on_one_rank":
+        assert str(raised.value).count('raise KeyError("lost sample")') == 1, "the traceback is shown once"
+
+
+def test_any_rank_may_end_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = sw.launch(
+        f"{PROGRAMS}:stops_on_one_rank",
+        workers=2,
+        layout={"data": 2},
+        run={"folder": str(folder), "device": "cpu"},
+    )
+    assert run.status == 0
+    assert [step["step"] for step in run.metrics] == [1, 2, 3]
+    assert [event["ended_after"] for event in run.events if event["event"] == "log"] == [3]
+    assert (tmp_path / "run/checkpoints/step-3").is_dir()
+
+
+def state_of(folder: Path) -> Any:
+    """The program's own values in the newest checkpoint."""
+    newest = max(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    saved = Contents.open(newest).read(StateKey.program())
+    return torch.load(io.BytesIO(bytes(saved.numpy())), weights_only=True)
+
+
+def test_a_killed_program_goes_on_to_the_same_bits_its_own_values_too(tmp_path: Path) -> None:
+    drill = sw.drill(
+        f"{PROGRAMS}:counts_in_state",
+        faults="kill",
+        count=1,
+        workers=2,
+        layout={"data": 2, "zero": 2},
+        checkpoint={"every": 7},
+        run=folder_in(tmp_path),
+    )
+    assert drill.passes, drill
+    undisturbed, drilled = (state_of(tmp_path / "run" / name) for name in ("undisturbed", "drilled"))
+    assert undisturbed == drilled
+    assert drilled["seen"] == list(range(1, 41))
+    metrics = [json.loads(line) for line in (tmp_path / "run/drilled/metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["logged"]["mean"] == pytest.approx(sum(step["loss"] for step in metrics) / 40)
+
+
+def leaves(worker: Worker, tables: Tables, path: str) -> dict[str, Any]:
+    """What a program can take with it."""
+    training, program = begin(worker, tables)
+    source = training.rank_driver.source(training)
+    done = list(steps(training, source=source))
+    whole = put_together(dict(training.parallel.named_parameters()), worker.world)
+    program.export(path)
+    means = program.evaluate(loss, Samples(Points(31)))
+    state = program.state_dict()
+    source.close()
+    return {
+        "weights": whole,
+        "evaluated": means["loss"],
+        "names": sorted(state["optimizer"]),
+        "steps": len(done),
+    }
+
+
+def test_weights_leave_as_a_file_and_evaluation_is_that_of_the_whole_dataset(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """31 samples do not divide over the devices."""
+    path = str(tmp_path / "weights.safetensors")
+    layout = {"data": 2, "tensor": 2, "zero": 3}
+    found = ranks(4).run(leaves, tables_of("trains", layout=layout, train={"micro_batch": 2}), path)
+    model = Net().double()
+    model.load_state_dict(load_file(path))
+    data = Points(31)
+    total = sum(
+        F.cross_entropy(model(data.x[i : i + 1].double()), data.y[i : i + 1]) * float(data[i]["weight"])
+        for i in range(31)
+    )
+    mean = total.item() / sum(float(data[i]["weight"]) for i in range(31))
+    for rank in found:
+        assert rank["evaluated"] == pytest.approx(mean, rel=1e-12)
+        assert rank["names"] == sorted(name for name, _ in model.named_parameters())
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(rank["weights"][name], weight.detach(), rtol=0, atol=0)
+
+
+def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
+    for axis, why in (
+        ("pipeline", "cannot be cut into stages"),
+        ("context", "samples of a program are sequences"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"layout.{axis} = 2") + f".*{why}"):
+            sw.verify(f"{PROGRAMS}:trains", layout={axis: 2, "data": 1})
+
+
+def test_a_function_inside_of_another_is_sent_to_the_workers(tmp_path: Path) -> None:
+    rate = 0.5
+
+    def program(engine: sw.Engine) -> None:
+        engine.prepare(Net)
+        engine.optimizer("sgd", lr=rate)
+        for batch in engine.batches(Points(), global_batch=BATCH, steps=2):
+            engine.forward_backward(loss, batch)
+            engine.optim_step()
+
+    run = sw.launch(
+        program, workers=2, layout={"data": 2}, run={"folder": str(tmp_path / "run"), "device": "cpu"}
+    )
+    assert run.metrics[-1]["step"] == 2
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import shardwise as sw\ndef program(engine):\n    pass\nsw.launch(program, workers=2)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "script.py calls shardwise when it is imported" in last
+    assert 'if __name__ == "__main__":' in last
