@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         vocabulary,
         whole,
     )
-    from shardwise.train.engine import Engine, Metrics, StepBatch, next_token_loss
+    from shardwise.train.engine import Engine
+    from shardwise.train.program import Metrics, StepBatch, next_token_loss
 
 __all__ = [
     "Drill",
@@ -68,7 +69,8 @@ _HOMES = {
         "vocabulary",
         "whole",
     ),
-    "train.engine": ("Engine", "Metrics", "StepBatch", "next_token_loss"),
+    "train.engine": ("Engine",),
+    "train.program": ("Metrics", "StepBatch", "next_token_loss"),
 }
 
 

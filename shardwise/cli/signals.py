@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +29,19 @@ def stopped_as_interrupted() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield interrupts
         return
+
+    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        # Python drops an interrupt that comes in a hook of os.fork or in a destructor. The signal is noted.
+        if not (interrupts and isinstance(dropped.exc_value, KeyboardInterrupt)):
+            hook(dropped)
+
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable
     handle_stop_signals(interrupt)
     try:
         yield interrupts
     finally:
+        sys.unraisablehook = hook
         # If the exception left an `exec` of a text (dataclasses call it), Python notes an unhandled
         # interrupt, and `python -m` ends by SIGINT whatever the exit status is. The next `exec` clears
         # that note.

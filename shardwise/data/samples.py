@@ -93,7 +93,7 @@ class SampleReader(Iterator[list[MicroBatch]]):
         self._micro_batches, self._device, self._seen, self._dtype = micro_batches, device, seen, dtype
         loader: DataLoader[Any] = DataLoader(
             samples.dataset,
-            batch_sampler=_Sampler(self._indices),
+            batch_sampler=_Sampler(self.indices_of_batches),
             collate_fn=samples.collate,
             num_workers=samples.workers,
             pin_memory=device.type == "cuda",
@@ -108,7 +108,8 @@ class SampleReader(Iterator[list[MicroBatch]]):
             for part in split_evenly(len(self._rows), self._micro_batches):
                 yield first + part.start, self._samples.indices(first + part.start, len(part))
 
-    def _indices(self) -> Iterator[list[int]]:
+    def indices_of_batches(self) -> Iterator[list[int]]:
+        """Yield the numbers in the dataset of one micro-batch after the other."""
         for _, indices in self._parts():
             yield indices
 
@@ -145,7 +146,7 @@ class _Sampler:
     """Calls a function for each pass over the data, of which there is one without end."""
 
     def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
-        self._indices = indices
+        self._function = indices
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._indices()
+        return self._function()

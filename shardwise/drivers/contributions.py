@@ -35,7 +35,7 @@ from shardwise.parallel.placement import local_slices
 from shardwise.resilience.channel import Credentials
 from shardwise.train.build import Training
 from shardwise.train.record import StepRecord
-from shardwise.train.sources import Drawn
+from shardwise.train.step_gradients import Drawn
 
 AGE_SHARE = 0.1
 """Weight of the last update in the moving mean of staleness, by which weights are extrapolated."""

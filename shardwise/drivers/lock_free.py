@@ -23,15 +23,8 @@ from shardwise.data.batches import Batch
 from shardwise.optim import update
 from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
-from shardwise.train.sources import (
-    Drawn,
-    RankRows,
-    Updates,
-    at_least_some,
-    count_items,
-    count_tokens,
-    forward_backward,
-)
+from shardwise.train.sources import RankRows, at_least_some, count_items, count_tokens, forward_backward
+from shardwise.train.step_gradients import Drawn, Updates
 from shardwise.train.steps import divisor, gradient_norm
 
 

@@ -21,7 +21,7 @@ from shardwise.asynchronous import messages
 from shardwise.drivers.contributions import Contributions
 from shardwise.drivers.contributor import batch_of, brought, summed_loss
 from shardwise.train.build import Training
-from shardwise.train.sources import Drawn
+from shardwise.train.step_gradients import Drawn
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ class OwnRowsRank(RankDriver):
 
     def source(self, training: Training, link: WorkerLink | None = None) -> Source:
         """Return the source of gradients of this rank's own rows."""
-        from shardwise.train.program import ProgramSource
+        from shardwise.train.program import Program
+        from shardwise.train.program_source import ProgramSource
         from shardwise.train.sources import RankRows
 
-        if training.program is not None:
+        if isinstance(training.program, Program):
             return ProgramSource(training, training.program, link)
         return RankRows(training)

@@ -62,7 +62,7 @@ def with_program(config: Config) -> Config:
     """Return the job with what its program asks for. Only a job with a program needs torch for this."""
     if config.run.program is None:
         return config
-    from shardwise.train.program import described
+    from shardwise.train.program_source import described
 
     return described(config)
 

@@ -3,17 +3,16 @@
 DDP and FSDP2 do their work in hooks around the forward of the whole model: weights are gathered there, and
 gradients are summed once its output's backward ran. A loss function may use the model in any way: call it
 twice, call some of its methods, read a weight. So the loss function itself runs inside of that forward. It
-gets a `Plain` model: the user's module with the same sub-modules, weights and buffers, but without those
-hooks, which would free the weights after the first call.
+gets the module in a form whose call runs the user's forward and not those hooks, which would free the
+weights after the first call.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.errors import UserError
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
 from shardwise.models.torch_dtypes import wide
-from shardwise.models.user_module import mixed_precision
+from shardwise.models.user_module import MIXED, mixed_precision
 
 LossFunction = Callable[[Any, Any], object]
 """Takes the model and one micro-batch; returns the summed loss, or several by name, and the number of items
@@ -85,27 +84,17 @@ class LossCall:
     """Where the result of the call is added."""
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Holds a module, so that a walk through the attributes of a model does not find it."""
-
-    module: nn.Module
-
-
 class OfProgram(Replacement):
     """The module of a user's program, called with a `LossCall`."""
 
     adapted_name: str
     """The name of the user's class, for messages."""
-    plain_model: Plain
     program_dtype: torch.dtype
 
     def forward(self, call: LossCall) -> Tensor:
         """Return the sum of the losses of a micro-batch."""
-        model = self.plain_model.module
-        model.training = self.training
         with mixed_precision(_device_type(self), self.program_dtype):
-            parts, items = checked_result(call.loss(model, call.values), call.loss)
+            parts, items = checked_result(call.loss(_without_hooks(self), call.values), call.loss)
         dtype = wide(self.program_dtype)
         call.sums.add(parts, items)
         total = torch.stack([part.to(dtype) for part in parts.values()]).sum()
@@ -121,18 +110,45 @@ class OfProgram(Replacement):
         return join_texts(super().extra_repr(), "called inside of the program's loss function")
 
 
+def _without_hooks(module: OfProgram) -> nn.Module:
+    """Return the module as the loss function sees it: the same object in all but the call, which runs the
+    user's forward alone."""
+    view: nn.Module = object.__new__(_view_class(type(module)))  # type: ignore[arg-type]
+    object.__setattr__(view, "__dict__", vars(module))
+    return view
+
+
+@cache
+def _view_class(kind: type[OfProgram]) -> type[nn.Module]:
+    """Return a subclass of a program's module whose call and forward are those of the user's class."""
+
+    def forward(self: OfProgram, *inputs: object, **named: object) -> object:
+        to = self.program_dtype
+        if to in MIXED:
+            inputs, named = _cast(inputs, to), _cast(named, to)
+        return super(OfProgram, self).forward(*inputs, **named)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__call__": forward})
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Return arguments of a forward in the dtype that the module computes in, as FSDP2 casts them."""
+    if isinstance(values, Tensor):
+        return values.to(dtype) if values.is_floating_point() else values
+    if isinstance(values, dict):
+        return {key: _cast(value, dtype) for key, value in values.items()}
+    return tuple(_cast(value, dtype) for value in values) if type(values) is tuple else values
+
+
 def for_program(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a module that takes the place of a program's module and runs the program's loss function."""
-    plain = copy.copy(module)  # shares the dictionaries of sub-modules, parameters and buffers
-    for hooks in [name for name in vars(plain) if name.endswith("_hooks")]:
-        vars(plain)[hooks] = OrderedDict(vars(plain)[hooks])  # without those that are added later
-    model = replacement(
-        module,
-        OfProgram,
-        adapted_name=type(module).__name__,
-        plain_model=Plain(plain),
-        program_dtype=dtype,
-    )
+    if dtype in MIXED:
+        for part in module.children():  # a loss function may call them by themselves
+            part.register_forward_pre_hook(
+                lambda _, inputs, named: (_cast(inputs, dtype), _cast(named, dtype)), with_kwargs=True
+            )
+    name = type(module).__name__
+    model = replacement(module, OfProgram, adapted_name=name, program_dtype=dtype)
     return put_in_place(module, {module: model})
 
 

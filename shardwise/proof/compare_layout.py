@@ -43,14 +43,14 @@ from shardwise.proof.sabotage import apply_sabotage
 from shardwise.train.build import Training, build
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss
-from shardwise.train.program import Program
+from shardwise.train.program_source import make_program
 from shardwise.train.shares import RowShares
 from shardwise.train.steps import StepRecord, steps
 
 
 def build_proof(worker: Worker, proof: ProofJob) -> Training:
     """Build the training of a proof on this rank, with the rows and the loss chunks of the proof."""
-    program = None if proof.config.run.program is None else Program(proof.config)
+    program = None if proof.config.run.program is None else make_program(proof.config)
     own_data = None if program is None else program.begin().samples
     dataset = own_data or ProofDataset.of(proof)
     training = build(proof.config, proof.plan, worker, dataset, program=program)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -57,10 +57,23 @@ from shardwise.train.check_module import check_module
 from shardwise.train.resume import checkpoint_folder
 from shardwise.train.shares import RowShares
 
-if TYPE_CHECKING:
-    from shardwise.train.program import Program
-
 log = logging.getLogger("shardwise")
+
+
+class RunningProgram(Protocol):
+    """What a run needs of a user's program beside its gradients (train/program.py)."""
+
+    asks_to_stop: bool
+    asks_to_save: bool
+
+    def saved_state(self) -> torch.Tensor:
+        """Return the program's own values as bytes."""
+
+    def load_state(self, saved: torch.Tensor) -> None:
+        """Replace the program's own values by saved ones."""
+
+    def take_logged(self) -> dict[str, float]:
+        """Return the numbers that the program has recorded since the last call."""
 
 
 @dataclass
@@ -88,7 +101,7 @@ class Training:
     """On the main rank, the files of the Hugging Face folder that the model came from, which each save
     includes."""
     step: int = 0
-    program: Program | None = None
+    program: RunningProgram | None = None
     """The user's program that trains; None: the run has none."""
     missing: tuple[range, ...] = ()
     """Sequences among those seen whose gradients a parameter server has not received yet."""
@@ -108,7 +121,7 @@ def build(
     worker: Worker,
     dataset: Dataset | Samples | None = None,
     draw: bool = True,
-    program: Program | None = None,
+    program: RunningProgram | None = None,
 ) -> Training:
     """Join the other ranks, open the data, and build the model on the mesh. With `draw`, weights get their
     initial values; without it, the caller must set them. `program` must have run up to its first batch."""

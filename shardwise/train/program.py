@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,29 +25,74 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from shardwise.config import Config, brings_data
-from shardwise.config.module_file import PICKLED, load_file, locate
 from shardwise.data.batches import Batch
 from shardwise.data.samples import MicroBatch, SampleReader, Samples, to_device
 from shardwise.errors import ConfigError, UserError
-from shardwise.models import LossCall, LossSums, attention_backends, use_factory
+from shardwise.models import IGNORED, LossCall, LossSums, attention_backends, use_factory
 from shardwise.models.program_module import LossFunction
 from shardwise.models.torch_dtypes import DTYPES
 from shardwise.optimizers import from_table
 from shardwise.plurals import counted
 from shardwise.section import Section
 from shardwise.train.check_loss import check_program_loss
-from shardwise.train.engine import Engine, Metrics, StepBatch, next_token_loss
 from shardwise.train.turns import Turns
 
 if TYPE_CHECKING:
     from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.record import StepRecord
-    from shardwise.train.sources import Drawn, RankRows
+    from shardwise.train.sources import RankRows
+    from shardwise.train.step_gradients import Drawn
 
 EXAMPLE = "train.py:program"
 AGREE_SECONDS = 30.0
 """How long a worker waits for the others to make a call that all have to make."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """This worker's samples of one global batch, which `Engine.forward_backward` takes."""
+
+    micro_batches: Sequence[MicroBatch] | Sequence[Batch]
+    """The samples that are computed at once, one after the other."""
+
+
+def next_token_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of predicting each next token of the job's data, and the number of targets. The
+    model's `forward(inputs, targets)` returns that sum."""
+    return model(batch["inputs"], batch["targets"]), (batch["targets"] != IGNORED).sum()
+
+
+class Metrics(Mapping[str, float]):
+    """Numbers of a step, known after `Engine.optim_step`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] | None = None
+
+    def _known(self) -> dict[str, float]:
+        if self._values is None:
+            raise UserError(
+                "the numbers of a step are known after engine.optim_step(), which sums over workers"
+            )
+        return self._values
+
+    def __getitem__(self, name: str) -> float:
+        return self._known()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def fill(self, values: dict[str, float]) -> None:
+        """Set the numbers."""
+        self._values = values
+
+    def __repr__(self) -> str:
+        return (
+            "Metrics(known after engine.optim_step())" if self._values is None else f"Metrics({self._values})"
+        )
 
 
 @dataclass
@@ -70,7 +113,8 @@ class Request:
 class Program:
     """One run of a user's program in this process. The engine's calls end here."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, run: Callable[[Program], object]) -> None:
+        """`run` calls the user's function with an engine for this program."""
         assert config.run.program is not None, "the job has a program"
         self.config, self.address = config, config.run.program
         self.request = Request()
@@ -91,8 +135,7 @@ class Program:
         self._reader: SampleReader | RankRows | None = None
         self._ahead: StepBatch | None = None
         self._finished, self._calls = False, 0
-        function = load_program(self.address)
-        self._turns = Turns(lambda: function(Engine(self)))
+        self._turns = Turns(lambda: run(self))
 
     # What a program says first
 
@@ -251,12 +294,13 @@ class Program:
         keeps in `engine.state` then belongs to the step. Return the numbers that it records with the step."""
         self.asks_to_save = False
         numbers = {
+            "items": float(done.tokens),
             "loss": done.loss,
             "gradient_norm": done.gradient_norm,
             "learning_rate": done.learning_rate,
             "seconds": done.seconds,
         }
-        self._metrics.fill({**done.losses, **numbers})
+        self._metrics.fill({**numbers, **done.losses, "loss": done.loss})
         self._drawn = self._batch = None
         self._resume()
         return self.take_logged()
@@ -359,7 +403,7 @@ class Program:
         return self._metrics
 
     def _computed(self, loss: LossFunction, batch: StepBatch) -> Drawn:
-        from shardwise.train.sources import Drawn, ProgramSums
+        from shardwise.train.step_gradients import Drawn, ProgramSums
 
         training, parts = self.present(), batch.micro_batches
         if loss is next_token_loss and not self.config.model.is_of_program:
@@ -524,91 +568,3 @@ def _updated(table: Section, values: Mapping[str, Any]) -> Any:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError("what the program asks for", problems) from None
-
-
-def described(config: Config) -> Config:
-    """Return the job with what its program asks for; the job itself if it has no program. This runs the
-    program up to its first batch."""
-    with begun(config) as program:
-        return config if program is None else program.filled()
-
-
-@contextmanager
-def begun(config: Config) -> Iterator[Program | None]:
-    """Run the program of a job up to its first batch, and end it afterwards where it waits. Yield None if the
-    job has no program."""
-    program = None if config.run.program is None else Program(config)
-    try:
-        if program is not None:
-            program.begin()
-        yield program
-    finally:
-        if program is not None:
-            program.leave()
-
-
-def load_program(address: str) -> Callable[[Engine], object]:
-    """Return the function that "file.py:function" names."""
-    where = f"run.program = {address!r}"
-    if address.endswith(PICKLED):
-        return _unpickled(where, Path(address))
-    path, name = locate(where, address, EXAMPLE)
-    try:
-        loaded = load_file(path)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{where}: {path.name} could not be run: {type(error).__name__}: {error}") from error
-    function = getattr(loaded, name, None)
-    if not callable(function):
-        raise UserError(f"{where}: {path.name} has no function {name}")
-    return function  # type: ignore[no-any-return]
-
-
-def _unpickled(where: str, path: Path) -> Callable[[Engine], object]:
-    """Return the function that `shardwise.launch` wrote to a file on this machine."""
-    import cloudpickle
-
-    try:
-        with path.open("rb") as file:
-            function: Callable[[Engine], object] = cloudpickle.load(file)
-    except Exception as error:
-        raise UserError(
-            f"{where}: cannot be read: {error}; call shardwise.launch with the program again"
-        ) from error
-    return function
-
-
-class ProgramSource:
-    """The source of a run with a program: the program computes the gradients."""
-
-    def __init__(self, training: Training, program: Program, link: WorkerLink | None) -> None:
-        self._program, self._again, program.link = program, False, link
-        program.bind(training)
-
-    def draw(self) -> Drawn | None:
-        """Let the program compute the gradients of the next step."""
-        if self._again:
-            self._again = False
-            return self._program.gradients_again()
-        return self._program.next_gradients()
-
-    def prepare_next(self) -> None:
-        """Read the next batch while the device works."""
-        self._program.read_ahead()
-
-    def repeat_last(self) -> None:
-        """Compute the next gradients as the last ones."""
-        self._again = True
-
-    def step_done(self, done: StepRecord) -> Mapping[str, float]:
-        """Let the program do what follows the step."""
-        return self._program.after_step(done)
-
-    def finish(self) -> None:
-        """Let the program run to its end."""
-        self._program.finish()
-
-    def close(self) -> None:
-        """End the program."""
-        self._program.leave()

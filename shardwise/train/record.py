@@ -18,7 +18,7 @@ from shardwise.observe import EXPOSED, AxisTimes, axis_times, peak_memory, prese
 from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
 from shardwise.train.float8_check import by_layer
-from shardwise.train.sources import Drawn, ProgramSums, Updates
+from shardwise.train.step_gradients import Drawn, ProgramSums, Updates
 from shardwise.train.votes import Shared
 
 

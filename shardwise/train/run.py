@@ -46,7 +46,8 @@ from shardwise.train.build import (
 from shardwise.train.check_loss import check_summed_loss
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
-from shardwise.train.program import Program, begun
+from shardwise.train.program import Program
+from shardwise.train.program_source import begun
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.resume import resume_of
 from shardwise.train.sources import Source

@@ -25,7 +25,8 @@ from shardwise.train.float8_check import Float8Check
 from shardwise.train.guard import check_copies, check_gradients
 from shardwise.train.non_finite import overflowed
 from shardwise.train.record import QueuedNumbers, StepRecord, StepRecorder
-from shardwise.train.sources import ProgramSums, Source, at_least_some
+from shardwise.train.sources import Source, at_least_some
+from shardwise.train.step_gradients import ProgramSums
 from shardwise.train.votes import VOTES, message_to_all, share, vote_of_this_rank
 
 __all__ = ["StepRecord", "divisor", "gradient_norm", "never", "steps"]

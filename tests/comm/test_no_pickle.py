@@ -93,9 +93,15 @@ def _gather_objects(worker: Worker) -> None:
     dist.all_gather_object([None, None], 1)
 
 
+PROGRAMS = ("library/program_address.py", "train/program_source.py")
+"""A program of a notebook is written to a file of its user, and read by workers of the same user."""
+
+
 def test_no_file_of_ours_unpickles_or_sends_objects() -> None:
     """Pipes between processes of one machine are multiprocessing's, and nobody else's."""
     for path in PACKAGE.rglob("*.py"):
+        if str(path.relative_to(PACKAGE)) in PROGRAMS:
+            continue
         tree = ast.parse(path.read_text())
         named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         named |= {

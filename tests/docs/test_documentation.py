@@ -62,6 +62,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LONG = (
     "examples/own_model.toml",
+    "examples/programs",
     "examples/verify.toml",
     "layout=auto+lossy",
     "--html",

@@ -23,18 +23,42 @@ LARGE = ROOT / "examples/llama3-70b-64xh100.toml"
 SIGNATURES = {
     "Job.read": "(path: 'str | Path', *overrides: 'str', **tables: 'Tables') -> 'Job'",
     "Job.changed": "(self, *overrides: 'str', **tables: 'Tables') -> 'Job'",
-    "plan": "(job: 'Job', cluster: 'str | None' = None, everything: 'bool' = False) -> 'PlanAnswer'",
-    "launch": "(job: 'Job', workers: 'int | None' = None, min_workers: 'int | None' = None, "
-    "max_workers: 'int | None' = None) -> 'Run'",
-    "verify": "(job: 'Job', steps: 'int' = 3, dtype: 'Dtype' = 'float64', against: 'Reference' = "
-    "'one-device', device: 'Device | None' = None) -> 'Proof'",
-    "drill": "(job: 'Job', faults: 'str' = 'kill,hang,corrupt,full,term', count: 'int' = 5, seed: 'int' = 0, "
-    "workers: 'int | None' = None, device: 'Device | None' = None) -> 'Drill'",
+    "Job.of": "(what: 'Job | str | Path | Callable[[Any], object]', **tables: 'Tables') -> 'Job'",
+    "plan": "(job: 'Trained', cluster: 'str | None' = None, everything: 'bool' = "
+    "False, **tables: 'Tables') -> 'PlanAnswer'",
+    "launch": "(job: 'Trained', workers: 'int | None' = None, min_workers: 'int | None'"
+    " = None, max_workers: 'int | None' = None, **tables: 'Tables') -> 'Run'",
+    "verify": "(job: 'Trained', steps: 'int' = 3, dtype: 'Dtype' = 'float64', against: "
+    "'Reference' = 'one-device', device: 'Device | None' = None, **tables: "
+    "'Tables') -> 'Proof'",
+    "drill": "(job: 'Trained', faults: 'str' = 'kill,hang,corrupt,full,term', count: "
+    "'int' = 5, seed: 'int' = 0, workers: 'int | None' = None, device: "
+    "'Device | None' = None, **tables: 'Tables') -> 'Drill'",
+    "Engine.prepare": "(self, make: 'Callable[[], torch.nn.Module] | None' = None, sharding: "
+    "'object' = None) -> 'None'",
+    "Engine.optimizer": "(self, name: 'str' = 'adamw', lr: 'float | None' = None, **settings: "
+    "'object') -> 'None'",
+    "Engine.batches": "(self, dataset: 'object' = None, *, global_batch: 'int | None' = None, "
+    "collate: 'Collate | None' = None, steps: 'int | None' = None, epochs: "
+    "'float | None' = None, workers: 'int' = 0) -> 'Iterator[StepBatch]'",
+    "Engine.forward_backward": "(self, loss: 'LossFunction', batch: 'StepBatch') -> 'Metrics'",
+    "Engine.clip_grad_norm": "(self, limit: 'float') -> 'None'",
+    "Engine.optim_step": "(self) -> 'Metrics'",
+    "Engine.evaluate": "(self, function: 'LossFunction', dataset: 'object', *, collate: 'Collate"
+    " | None' = None) -> 'dict[str, float]'",
+    "Engine.log": "(self, **values: 'float') -> 'None'",
+    "Engine.save": "(self) -> 'None'",
+    "Engine.state_dict": "(self) -> 'dict[str, Any]'",
+    "Engine.export": "(self, path: 'str') -> 'None'",
+    "Engine.stop": "(self) -> 'None'",
+    "next_token_loss": "(model: 'Any', batch: 'Mapping[str, torch.Tensor]') -> "
+    "'tuple[torch.Tensor, torch.Tensor]'",
 }
 """What users rely on. A change here is a change for them, and belongs in CHANGELOG.md."""
 NAMES = [
-    "Drill", "Job", "PlanAnswer", "Proof", "Run", "RunFailed", "UserError", "__version__", "drill", "launch",
-    "plan", "verify",
+    "Drill", "Engine", "Job", "Metrics", "PlanAnswer", "Proof", "Run", "RunFailed", "Sharding",
+    "StepBatch", "UserError", "__version__", "columns", "drill", "experts", "gathered", "launch",
+    "next_token_loss", "plan", "positions", "rows", "verify", "vocabulary", "whole",
 ]  # fmt: skip
 
 
@@ -173,7 +197,8 @@ def test_the_python_lines_of_the_page_run_as_printed(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for lines in PYTHON.findall((ROOT / "docs/library.md").read_text()):
-        exec(lines, names)
+        if "__main__" not in lines:
+            exec(lines, names)
     assert "tensor" in capsys.readouterr().out
     assert names["run"].status == 0
     assert str(names["proof"]).splitlines()[-2].startswith("PASS: tensor 2")
@@ -181,6 +206,17 @@ def test_the_python_lines_of_the_page_run_as_printed(
     for result in (names["proof"], names["drill"]):
         assert result.to_json()["pass"] is True
         assert "PASS" in result._repr_html_()
+
+
+def test_the_program_of_the_page_runs_as_printed(tmp_path: Path) -> None:
+    (script,) = [
+        lines for lines in PYTHON.findall((ROOT / "docs/library.md").read_text()) if "__main__" in lines
+    ]
+    (tmp_path / "digits.py").write_text(script)
+    command = [sys.executable, "digits.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 1.5
 
 
 def test_an_unknown_choice_is_answered_with_those_that_there_are(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_ctrl_c_once_more_ends_the_process_at_once(monkeypatch: pytest.MonkeyPat
     assert signals.received == [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_python_dropped_still_stops_the_run() -> None:
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_dropped_still_stops_the_run_and_prints_nothing() -> None:
     class Hook:
         """An object whose end runs code in which Python drops exceptions, as it does in hooks of os.fork."""
 

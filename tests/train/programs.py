@@ -78,6 +78,41 @@ def named_losses(engine: sw.Engine) -> None:
     trains(engine, two_losses)
 
 
+class WithToken(nn.Module):
+    """Has a weight of its own beside its layers, and a norm on its float inputs. Its loss calls a part of "
+    "it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.full((8,), 0.5))
+        self.body = nn.Sequential(nn.LayerNorm(8), Net())
+        self.teacher = Net().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.token)
+
+    def twice(self, x: Tensor) -> Tensor:
+        """Calls the model itself."""
+        return self(x) + self(-x)
+
+
+def distils(model: WithToken, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Uses a method, a part, and a frozen part of the model."""
+    soft = F.softmax(model.teacher(batch["x"]), -1)
+    fit = F.cross_entropy(model.twice(batch["x"]), batch["y"], reduction="sum")
+    near = -(F.log_softmax(model(batch["x"]), -1) * soft).sum()
+    return {"fit": fit, "near": near}, len(batch["y"])
+
+
+def has_a_token(engine: sw.Engine) -> None:
+    nets = {f"{part}.{name}": role for part in ("body.1", "teacher") for name, role in TABLE.modules.items()}
+    table = sw.Sharding({"": sw.whole(), "body.0": sw.whole(), **nets}, sequence_parallel=False)
+    engine.prepare(WithToken, sharding=table)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(distils, batch)
+        engine.optim_step()
+
+
 def counts_in_state(engine: sw.Engine) -> None:
     """Keeps values of its own, evaluates and records."""
     engine.prepare(Net)

@@ -31,7 +31,8 @@ from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.plans import choose
 from shardwise.train.build import Training, build
-from shardwise.train.program import Program, described
+from shardwise.train.program import Program
+from shardwise.train.program_source import described, make_program
 from shardwise.train.steps import StepRecord, steps
 
 PROGRAMS = Path(__file__).parent / "programs.py"
@@ -50,7 +51,7 @@ def tables_of(program: str, **sections: Any) -> Tables:
 def begin(worker: Worker, tables: Tables) -> tuple[Training, Program]:
     """The training of a program on this rank, before its first step."""
     config: Config = described(from_tables(tables))
-    program = Program(config)
+    program = make_program(config)
     samples = program.begin().samples
     plan = choose(config, worker.world)
     return build(config, plan, worker, samples, program=program), program
@@ -135,6 +136,13 @@ def test_the_table_of_a_program_is_proven_on_the_tensor_axis() -> None:
     proof = sw.verify(f"{PROGRAMS}:trains", steps=2, layout={"tensor": 2, "data": 2, "zero": 2})
     assert proof.passes, proof
     assert proof.to_json()["worst"]["relative_error"] < 1e-12
+
+
+@pytest.mark.parametrize("layout", [{"data": 2, "zero": 3}, {"tensor": 2, "data": 1}, {"data": 2}], ids=str)
+def test_a_loss_may_use_methods_parts_and_weights_of_a_model_in_any_way(layout: dict[str, int]) -> None:
+    """The proof also makes a step in bfloat16, in which a norm gets float inputs."""
+    proof = sw.verify(f"{PROGRAMS}:has_a_token", steps=2, layout=layout)
+    assert proof.passes, proof
 
 
 def test_a_table_that_names_no_module_is_refused(tmp_path: Path) -> None:
