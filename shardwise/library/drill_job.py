@@ -67,10 +67,11 @@ class _DrillBar:
     happened."""
 
     def __init__(self, steps: int, faults: int) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._console = Console(stderr=True, highlight=False)
+        from shardwise.observe import error_console
+
+        self._console = error_console()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(30),

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 @contextmanager
 def preparing() -> Iterator[Callable[[int, int], None]]:
     """Yield a callback for (bytes done, bytes in all). The bar appears with the first call."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -20,6 +19,8 @@ def preparing() -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn,
     )
 
+    from shardwise.observe import error_console
+
     columns = (
         TextColumn("tokenising"),
         BarColumn(),
@@ -27,7 +28,7 @@ def preparing() -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=error_console(), transient=True)
     task = bar.add_task("tokenising", total=None, start=True)
 
     def show(done: int, total: int) -> None:

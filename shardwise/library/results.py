@@ -8,12 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from io import StringIO
+
+    from rich.console import Console
+
     from shardwise.files import Json
     from shardwise.proof.drill import DrillResult
     from shardwise.proof.prove import ProofResult
 
 PAGE_HEIGHT = 900
 """Height of a page in a notebook, in pixels."""
+
+
+def _text_console(text: StringIO, markup: bool = True) -> Console:
+    """Return a console that writes plain text. In a notebook rich would show what is printed instead of
+    writing it, and would colour it."""
+    from rich.console import Console
+
+    return Console(
+        file=text, width=100, highlight=False, markup=markup, force_jupyter=False, force_terminal=False
+    )
 
 
 @dataclass(frozen=True)
@@ -47,12 +61,10 @@ class PlanAnswer:
     def __str__(self) -> str:
         from io import StringIO
 
-        from rich.console import Console
-
         from shardwise.library.plan_show import show
 
         text = StringIO()
-        show(self.answer, Console(file=text, width=100, highlight=False, markup=False))
+        show(self.answer, _text_console(text, markup=False))
         return text.getvalue()
 
     def _repr_html_(self) -> str:
@@ -89,12 +101,10 @@ class Run:
     def __str__(self) -> str:
         from io import StringIO
 
-        from rich.console import Console
-
         from shardwise.observe import render, summarise
 
         text = StringIO()
-        render(summarise(self.folder), Console(file=text, width=100, highlight=False))
+        render(summarise(self.folder), _text_console(text))
         return text.getvalue()
 
     def _repr_html_(self) -> str:

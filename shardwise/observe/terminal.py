@@ -10,6 +10,7 @@ Redrawing happens on updates, at most ten times a second, and starts no thread.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import deque
 from collections.abc import Mapping
 from time import monotonic
@@ -36,8 +37,15 @@ _CURVE = 24
 
 
 def error_console() -> Console:
-    """Return a console for standard error that does not colour numbers."""
-    return Console(stderr=True, highlight=False)
+    """Return a console for standard error that does not colour numbers.
+
+    In a notebook the kernel shows what workers print below the cell. It sets FORCE_COLOR, by which rich would
+    take that for a terminal; but lines there cannot be drawn again, so they would pile up.
+    """
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return Console(
+        stderr=True, highlight=False, force_jupyter=False, force_terminal=None if is_terminal else False
+    )
 
 
 def header(console: Console, title: str, choices: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from shardwise.observe import TrainingProgress, header
+from shardwise.observe import TrainingProgress, error_console, header
 from shardwise.observe.format import (
     format_bytes,
     format_count,
@@ -254,3 +254,11 @@ def test_nouns_follow_their_numbers():
         "0 documents", "1 document", "2 documents", "1,024 documents",
     ]  # fmt: skip
     assert (counted(1, "micro-batch"), counted(4, "micro-batch")) == ("1 micro-batch", "4 micro-batches")
+
+
+def test_lines_are_drawn_again_on_a_terminal_only_whatever_the_environment_says(monkeypatch):
+    """The kernel of a notebook sets FORCE_COLOR, and shows lines one below the other."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert Console(stderr=True).is_terminal
+    assert not error_console().is_terminal

@@ -1,0 +1,127 @@
+"""The example programs: each is proven and trained on two layouts and survives a kill, and the notebook
+runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from warm import Server
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples/programs"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
+ZERO_3 = "layout.data=4 layout.zero=3"
+TENSOR = "layout.tensor=2 layout.data=2 layout.zero=1"
+REPLICAS = "layout.replica=2 layout.data=2 layout.zero=2"
+WITH_TABLE = ("distillation", "recurrent", "vision_transformer")
+LARGEST_ERROR = 1e-9
+FEWEST_STEPS = 40
+"""So that there are steps before and after the one in which a worker is killed."""
+
+
+def layouts() -> Iterator[Any]:
+    """Each program with its two layouts. The second is quick for one program only."""
+    for name in PROGRAMS:
+        yield pytest.param(name, ZERO_3, id=f"{name}-zero")
+        other = TENSOR if name in WITH_TABLE else REPLICAS
+        marks = [] if name == "vision_transformer" else [pytest.mark.full]
+        yield pytest.param(
+            name, other, marks=marks, id=f"{name}-{'tensor' if other == TENSOR else 'replica'}"
+        )
+
+
+def call(warm: Server, folder: Path, command: str, name: str, *words: str) -> str:
+    """Run a command on a program, and return its standard output."""
+    done = warm.run(command, f"{FOLDER / name}.py:program", *words, cwd=folder, environment={})
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def falls(values: list[float]) -> bool:
+    """Whether the last tenth is on average far below the first values."""
+    return mean(values[-len(values) // 10 :]) < 0.6 * mean(values[:3])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_example_is_short_and_says_how_to_run_it(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text()
+    assert len(text.splitlines()) < 80
+    assert f"    python examples/programs/{name}.py\n" in text
+    assert f"    shardwise verify examples/programs/{name}.py:program layout." in text
+
+
+def test_the_readme_of_the_examples_names_every_program() -> None:
+    page = (ROOT / "examples/README.md").read_text()
+    for path in FOLDER.iterdir():
+        assert f"| `{path.name}` |" in page or path.name == "__pycache__"
+
+
+@pytest.mark.parametrize(("name", "layout"), list(layouts()))
+def test_a_program_computes_on_several_devices_what_one_computes(
+    warm: Server, tmp_path: Path, name: str, layout: str
+) -> None:
+    proof = json.loads(call(warm, tmp_path, "verify", name, *layout.split(), "--json"))
+    assert proof["pass"]
+    assert proof["world"] == 4
+    assert proof["worst"]["relative_error"] < LARGEST_ERROR
+
+
+@pytest.mark.parametrize(("name", "layout"), list(layouts()))
+def test_a_program_learns_on_four_workers(warm: Server, tmp_path: Path, name: str, layout: str) -> None:
+    call(warm, tmp_path, "run", name, *layout.split(), "--workers", "4", "run.folder=run")
+    steps = records(tmp_path / "run")
+    assert len(steps) >= FEWEST_STEPS
+    assert falls([step["loss"] for step in steps])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "recurrent" else [pytest.mark.full]) for name in PROGRAMS],
+)
+def test_a_program_whose_worker_is_killed_ends_with_the_same_bits(
+    warm: Server, tmp_path: Path, name: str
+) -> None:
+    """That of the recurrent program includes its mean of losses, a value of the program's own."""
+    words = (*ZERO_3.split(), "--workers", "4", "--faults", "kill", "--count", "1", "--json")
+    drill = json.loads(call(warm, tmp_path, "drill", name, *words, "run.folder=run"))
+    assert drill["pass"]
+    assert drill["comparison"]["tolerance"] is None
+    assert [fault["kind"] for fault in drill["faults"]] == ["kill"]
+
+
+def test_a_notebook_trains_and_proves_a_program_of_its_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program is in no file, so it is sent to workers with the classes and functions of other cells."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # a kernel that finds it does not show what workers print
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(FOLDER / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    losses = [step["loss"] for step in records(tmp_path / "runs/notebook")]
+    assert falls(losses)
+    pages = [output["data"]["text/html"] for output in shown(notebook)]
+    assert "PASS" in pages[-1]
+    assert len(pages) == 2
+
+
+def shown(notebook: Any) -> Iterator[Any]:
+    """Outputs of a notebook that are shown as pages."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if "text/html" in output.get("data", {}):
+                yield output
