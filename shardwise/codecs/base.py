@@ -141,7 +141,8 @@ class RowCodec(Codec):
 
 @dataclass(frozen=True)
 class MatrixCodec(Codec):
-    """A codec of whole matrices, which sends two thin factors of each (comm/low_rank.py)."""
+    """A codec of whole matrices, which sends two thin factors of each. comm/low_rank.py computes the factors,
+    as PowerSGD does; the codec only gives their rank."""
 
     whole_matrices: ClassVar[bool] = True
 
