@@ -24,7 +24,6 @@ RUN_BY = {
     "library.plan_drawings": "cli/test_plan_command.py",
     "cli.plan_goals": "cli/test_plan_command.py",
     "library.plan_job": "cli/test_plan_command.py",
-    "library.plan_job": "cli/test_plan_command.py",
     "library.progress": "cli/test_words.py",
     "cli.templates.own-module.model": "cli/test_new.py",
     "lazy": "cli/test_start.py",
