@@ -1,7 +1,8 @@
 """Make a `Plan` from a job: `choose` for a number of devices, `fit` for as many of them as can be used.
 
 Settings that the user leaves out are filled in: `data` takes the remaining devices, `zero` is the lowest
-stage whose model states fit in memory (a lower stage communicates less), and stages are cut evenly by time.
+stage whose model states fit in a share of the memory (`STATE_SHARE`; a lower stage communicates less), or 3
+with several replicas or offloading, and stages are cut evenly by time.
 If a search (search/) has decided settings before, `asked` is the job as the user wrote it, so that the plan
 can record who decided each setting.
 """
