@@ -44,7 +44,7 @@ class Momentum:
     """Returns this device's piece of a parameter's momentum, the same on all devices that sum it."""
 
 
-class Compressor:
+class CompressedAxisSum:
     """Sums gradients along one axis, and holds their residuals: what compression has left out so far."""
 
     def __init__(self, comm: Comm, axis: str, settings: CompressionSettings, in_thread: bool = False) -> None:

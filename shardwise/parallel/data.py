@@ -51,9 +51,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise._torch import add_to_gradients, end_backward, forget_forwards, reduce_gathered, unit_pieces
 from shardwise.comm import (
     Comm,
+    CompressedAxisSum,
     CompressedReplicaSum,
     CompressionSettings,
-    Compressor,
     CountedAllGather,
     CountedReduceScatter,
     DeferredSums,
@@ -93,7 +93,7 @@ class DataParallel:
     model: nn.Module
     keeps_gradients: bool = field(default=False, init=False)
     """Whether gradients are set to zero in place after a step, rather than freed."""
-    compressors: list[Compressor] = field(default_factory=list, init=False)
+    compressors: list[CompressedAxisSum] = field(default_factory=list, init=False)
     """Objects that sum compressed gradients, one per axis."""
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
@@ -176,7 +176,7 @@ class Replicated(DataParallel):
         if self.settings is not None:
             # On a CPU a thread makes the sums, and attention may use the same axis meanwhile.
             in_thread = self.comm.device.type == "cpu"
-            self.compressors = [Compressor(self.comm, COPIES, self.settings, in_thread)]
+            self.compressors = [CompressedAxisSum(self.comm, COPIES, self.settings, in_thread)]
             for parameter, name in names.items():
                 self.compressors[0].register(name, parameter.shape)
         compressor = self.compressors[0] if self.compressors else None
@@ -340,7 +340,7 @@ class _Collectives:
     ) -> None:
         self.comm, self.engine, self.settings, self.gathers = comm, engine, settings, gathers
         self.paths = {module: path for path, module in model.named_modules()}
-        self.compressors: dict[str, Compressor] = {}
+        self.compressors: dict[str, CompressedAxisSum] = {}
         """Objects that sum compressed gradients, by axis."""
         self.replica_sums: list[CompressedReplicaSum] = []
         """Objects that sum each unit's gradients over its copies, where these sums are compressed."""
@@ -410,7 +410,9 @@ class _Collectives:
             return False
         return self.settings.how.compresses(axis)
 
-    def _compressor(self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None) -> Compressor | None:
+    def _compressor(
+        self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None
+    ) -> CompressedAxisSum | None:
         """Return the compressor of sums over this axis, with these parameters registered; None where the sums
         are not compressed."""
         if not self._compresses(axis):
@@ -418,7 +420,7 @@ class _Collectives:
         assert self.settings is not None, "it compresses"
         if axis not in self.compressors:
             in_thread = rows is not None and self._defers_sums(axis)
-            self.compressors[axis] = Compressor(self.comm, axis, self.settings, in_thread)
+            self.compressors[axis] = CompressedAxisSum(self.comm, axis, self.settings, in_thread)
         compressor = self.compressors[axis]
         for name, shape in pieces.items():
             compressor.register(name, shape if rows is None else (rows, *shape))
