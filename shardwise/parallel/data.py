@@ -1,15 +1,20 @@
 """Data parallelism: every device computes on different sequences, and gradients are summed.
 
 The ZeRO stages (Rajbhandari et al., 2020) differ in what is sharded between uses, and so in when bytes are
-sent. A parameter has s bytes stored, c bytes to compute with and r bytes as summed gradient (4, 2, 4 in
-bfloat16). With P parameters, R of them in the root unit, one step sends:
+sent. Let a parameter take s bytes where it is stored, c bytes in the dtype of computations, and its summed
+gradient r bytes (4, 2 and 4 with `precision = "bfloat16"`). With P parameters, R of them in the root unit,
+the collectives of one step are:
 
-| zero | engine | sharded                      | sent per step                                               |
-| ---- | ------ | ---------------------------- | ----------------------------------------------------------- |
-| 0    | DDP    | nothing                      | all-reduce sP, in buckets while the last backward runs      |
-| 1    | FSDP2  | master weights, moments      | all-gather cP once, reduce-scatter rP once                  |
-| 2    | FSDP2  | and gradients                | all-gather cP once, reduce-scatter rP each micro-batch      |
-| 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
+| zero | engine | sharded                             | collectives of one step                            |
+| ---- | ------ | ----------------------------------- | -------------------------------------------------- |
+| 0    | DDP    | nothing                             | all-reduce of sP bytes, in buckets, while the last |
+|      |        |                                     | backward runs                                      |
+| 1    | FSDP2  | master weights and optimizer states | all-gather of cP and reduce-scatter of rP bytes,   |
+|      |        |                                     | once                                               |
+| 2    | FSDP2  | these, and gradients                | all-gather of cP bytes once, reduce-scatter of rP  |
+|      |        |                                     | bytes in each micro-batch                          |
+| 3    | FSDP2  | these, and the weights that compute | all-gather of c(2P - R) and reduce-scatter of rP   |
+|      |        |                                     | bytes in each micro-batch                          |
 
 FSDP2 sends one unit at a time: a block, the embedding, or the root with everything else (head, last norm,
 learned positions; in a tied model the embedding, which is the head). The experts of a block are a separate
@@ -232,6 +237,8 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(last)
         self._complete(last)
         yield
+        # On a CPU sums run in the background. The newest one may run on beside the next micro-batch; after
+        # the last micro-batch the gradients must be complete.
         self.collectives.deferred.complete(leave=0 if last else 1)
 
     def stay_gathered(self) -> None:
@@ -352,6 +359,8 @@ class _Collectives:
         copy. Copies whose sums are compressed are left out of FSDP2's mesh: its hook can add a sum over
         copies, but not replace one."""
         mesh, copies = self.comm.mesh, self.engine.copies(axis)
+        # "solo" is the grid's axis of one device (plans/grid.py): with zero = 0 FSDP2 shards over it, so that
+        # each shard is a whole weight.
         shards = axis if self.engine.zero else "solo"
         joined = mesh.size(copies) > 1 and not self._compresses(copies)
         return mesh.sub(copies, shards) if joined else mesh.sub(shards)
@@ -428,7 +437,8 @@ class _Collectives:
 
 
 def _product_of(module: nn.Module, name: str) -> ScaledProduct | None:
-    """Return the product in float8 that alone uses this weight of a module, if there is one."""
+    """Return the float8 product that computes with this weight of a module, if no other code uses the weight;
+    else None. Such a weight may be gathered in 8 bits."""
     float8 = getattr(module, "float8", None)
     modules = float8.modules() if isinstance(float8, nn.Module) else ()
     products = (product for product in modules if isinstance(product, ScaledProduct))
