@@ -127,7 +127,8 @@ def fit(
     parameters: ModuleParameters | None = None,
     asked: OriginalJob | None = None,
 ) -> Plan | None:
-    """Return the plan for as many of these devices as a layout near the job's can use; None if below `least`.
+    """Return the plan for the largest number of these devices on which the job's layout, or one near it, is
+    possible; None if that number is below `least`.
 
     A run that lost devices continues with this plan. The numbers of devices are tried from all of them down.
     If the job's layout does not work on a number, the data axis is changed; if that does not help, the
@@ -192,8 +193,8 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         )
         values |= {"stages_per_rank": stages, "stages": blocks}
         whys |= {
-            "stages_per_rank": f"what {layout.schedule} takes",
-            "stages": "cut so that the slowest is as fast as can be",
+            "stages_per_rank": f"the number that schedule {layout.schedule} needs",
+            "stages": "cut so that the slowest stage takes the least time",
         }
     if layout.context > 1:
         attention = context_attention(config.model, layout)
