@@ -193,7 +193,7 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         )
         values |= {"stages_per_rank": stages, "stages": blocks}
         whys |= {
-            "stages_per_rank": f"the number that schedule {layout.schedule} needs",
+            "stages_per_rank": f"the default of schedule {layout.schedule}",
             "stages": "cut so that the slowest stage takes the least time",
         }
     if layout.context > 1:
@@ -283,7 +283,7 @@ def _what_fits(
     most = 0 if config.optimizer.needs_whole_states(layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
-    can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
+    can_halve = not problems_across(dict(half))
     settings = [] if zero is None else [f"layout.zero = {zero}"]
     if can_halve and fits(half, layout.zero):
         settings.append("train.state_dtype = 'bfloat16'")
