@@ -397,7 +397,7 @@ def _by_server(rounds: int) -> float:
     torch.set_num_threads(1)
     warm_up = 2
     store = GradientStore({"weight": (slice(0, NUMBERS),)}, torch.float32)
-    scheduler = Scheduler(Portions(portions=WORKERS, updates=rounds + warm_up, most_stale=0))
+    scheduler = Scheduler(Portions(portions=WORKERS, updates=rounds + warm_up, max_staleness=0))
     weights = torch.ones(NUMBERS)
     store.publish(0, weights.clone())
     listener = Listener("127.0.0.1", Credentials("server", b"benchmark"), store, scheduler)

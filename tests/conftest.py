@@ -34,7 +34,7 @@ settings.register_profile(
 settings.register_profile("quick", settings.get_profile("patient"), max_examples=ALL // 2, derandomize=True)
 settings.load_profile("patient")  # no deadline: how long an example takes says how busy the machine is
 
-LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "verify")
+LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "proof")
 """Folders whose files take longest, to be given out first: the two test processes then end together."""
 
 

@@ -14,7 +14,7 @@ If servers are slower than workers, gradients would pile up at the servers and b
 not be made sooner. So no portion is handed out while the gradients of the next two updates have all arrived,
 with a bound or without.
 
-A portion counts once. Portions of a lost worker are handed out again before any other. If `again` is set, a
+A portion counts once. Portions of a lost worker are handed out again before any other. If `backups` is set, a
 worker that would have to wait computes a portion that another has not brought yet, and the first gradient
 counts: then no worker waits for a slow worker, and no data are dropped because of it.
 
@@ -56,21 +56,23 @@ class Portions:
     """Number of portions that make an update."""
     updates: int
     """Number of updates of the whole run."""
-    most_stale: int | None
+    max_staleness: int | None
     """Largest staleness of a gradient; None: there is no bound."""
-    again: bool = False
+    backups: bool = False
     """Whether a worker that would have to wait computes a portion that another has not brought yet."""
     start: State = field(default_factory=State)
-    late: int = 0
+    dropped: int = 0
     """Number of gradients that were dropped because another worker had brought the same portion."""
 
     def __post_init__(self) -> None:
-        self.version, self._next = self.start.version, self.start.next_portion
-        self._missing = sorted(self.start.missing)
-        self._out: dict[int, dict[Worker, int]] = {}
+        self.version, self._next_portion = self.start.version, self.start.next_portion
+        self._unassigned = sorted(self.start.missing)
+        """Portions before the next one that no worker computes or has brought."""
+        self._in_progress: dict[int, dict[Worker, int]] = {}
         """For each portion that is being computed, the version that each of its workers reads; in the order
         in which portions were first handed out."""
-        self._brought: dict[int, Contribution] = {}
+        self._arrived: dict[int, Contribution] = {}
+        """Contributions that are in no update yet, by portion."""
 
     @property
     def ended(self) -> bool:
@@ -79,58 +81,59 @@ class Portions:
 
     def state(self) -> State:
         """Return the state from which a run continues with the weights of this version."""
-        return State(self.version, self._next, tuple(sorted([*self._missing, *self._out, *self._brought])))
+        missing = sorted([*self._unassigned, *self._in_progress, *self._arrived])
+        return State(self.version, self._next_portion, tuple(missing))
 
     def ask(self, worker: Worker) -> int | None:
         """Return the portion that this worker should compute, with the present weights or newer ones; None:
         there is none for now."""
-        self.lost(worker)  # it no longer computes its last portion
-        if len(self._brought) >= 2 * self.portions:  # all gradients of the next two updates
+        self.release(worker)  # it no longer computes its last portion
+        if len(self._arrived) >= 2 * self.portions:  # all gradients of the next two updates
             return None
-        pending = len(self._out) + len(self._brought)
+        pending = len(self._in_progress) + len(self._arrived)
         if pending < self._capacity():
-            portion = self._missing.pop(0) if self._missing else self._take_next()
-            self._out[portion] = {worker: self.version}
+            portion = self._unassigned.pop(0) if self._unassigned else self._take_next()
+            self._in_progress[portion] = {worker: self.version}
             return portion
-        return self._copied(worker) if self.again else None
+        return self._backup_portion(worker) if self.backups else None
 
     def bring(self, worker: Worker, portion: int) -> bool:
         """Note that a worker has computed a portion. Return whether it counts."""
-        version = self._out.get(portion, {}).get(worker)
+        version = self._in_progress.get(portion, {}).get(worker)
         if version is None:
-            self.late += 1
+            self.dropped += 1
             return False
-        del self._out[portion]
-        self._brought[portion] = Contribution(portion, worker, version)
+        del self._in_progress[portion]
+        self._arrived[portion] = Contribution(portion, worker, version)
         return True
 
-    def lost(self, worker: Worker) -> None:
+    def release(self, worker: Worker) -> None:
         """Take back the portions that only this worker computes. Portions it has brought still count."""
-        for portion, readers in list(self._out.items()):
+        for portion, readers in list(self._in_progress.items()):
             readers.pop(worker, None)
             if not readers:
-                del self._out[portion]
-                self._missing = sorted([*self._missing, portion])
+                del self._in_progress[portion]
+                self._unassigned = sorted([*self._unassigned, portion])
 
     def due(self) -> list[Contribution] | None:
         """Return the contributions of the next update, in the order of portions; None: it has to wait."""
-        if len(self._brought) < self.portions or self.ended:
+        if len(self._arrived) < self.portions or self.ended:
             return None
-        by_deadline = sorted(self._brought.values(), key=lambda brought: (brought.version, brought.portion))
+        by_deadline = sorted(self._arrived.values(), key=lambda each: (each.version, each.portion))
         used, rest = by_deadline[: self.portions], by_deadline[self.portions :]
-        left = [brought.version for brought in rest]
-        left += [min(readers.values()) for readers in self._out.values()]
-        return sorted(used, key=lambda brought: brought.portion) if self._in_time(left) else None
+        left = [each.version for each in rest]
+        left += [min(readers.values()) for readers in self._in_progress.values()]
+        return sorted(used, key=lambda each: each.portion) if self._in_time(left) else None
 
     def update(self, used: list[Contribution]) -> None:
         """Note that these contributions are in the weights now."""
         for contribution in used:
-            del self._brought[contribution.portion]
+            del self._arrived[contribution.portion]
         self.version += 1
 
     def unused(self) -> list[Contribution]:
         """Return the contributions that are in no update yet."""
-        return list(self._brought.values())
+        return list(self._arrived.values())
 
     def staleness(self, used: list[Contribution]) -> list[int]:
         """Return the staleness of each of these contributions in the next update."""
@@ -140,28 +143,31 @@ class Portions:
         """Return how many portions may be computed or brought at a time: as many as can be used before the
         newest is too stale, and before the run ends."""
         ahead = self.updates - self.version
-        return self.portions * (ahead if self.most_stale is None else min(ahead, self.most_stale + 1))
+        return self.portions * (ahead if self.max_staleness is None else min(ahead, self.max_staleness + 1))
 
     def _take_next(self) -> int:
-        self._next += 1
-        return self._next - 1
+        """Return the next portion of the data, and go on to the one after it."""
+        self._next_portion += 1
+        return self._next_portion - 1
 
-    def _copied(self, worker: Worker) -> int | None:
+    def _backup_portion(self, worker: Worker) -> int | None:
         """Give this worker a portion that others are computing with the present weights: the one with the
         fewest workers, and the oldest of these. None: there is none."""
-        same = [portion for portion, readers in self._out.items() if min(readers.values()) == self.version]
-        portion = min(same, key=lambda portion: len(self._out[portion]), default=None)
+        same = [
+            portion for portion, readers in self._in_progress.items() if min(readers.values()) == self.version
+        ]
+        portion = min(same, key=lambda portion: len(self._in_progress[portion]), default=None)
         if portion is not None:
-            self._out[portion][worker] = self.version
+            self._in_progress[portion][worker] = self.version
         return portion
 
     def _in_time(self, left: list[int]) -> bool:
         """Return whether gradients of these versions can be used in time by the updates after the next."""
-        if self.most_stale is None:
+        if self.max_staleness is None:
             return True
         count = 0
         for version, reads in sorted(Counter(left).items()):
             count += reads
-            if count > self.portions * (version + self.most_stale - self.version):
+            if count > self.portions * (version + self.max_staleness - self.version):
                 return False
         return True

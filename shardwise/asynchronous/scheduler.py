@@ -171,7 +171,7 @@ class Scheduler:
     def _patience(self, worker: str, now: float) -> float:
         """Return how many seconds the worker should wait for the next weights."""
         usual = self._usual.get(worker)
-        if usual is None or self.work.most_stale == 0:  # then weights are never old
+        if usual is None or self.work.max_staleness == 0:  # then weights are never old
             return 0.0
         until = self._patient_until.setdefault(worker, now + PATIENCE * usual)
         return until - now if until > now and self._next_version_by(now) <= until else 0.0
@@ -204,7 +204,7 @@ class Scheduler:
             raise EOFError("it sent nothing for too long")
 
     def _forget(self, worker: str) -> None:
-        self.work.lost(worker)
+        self.work.release(worker)
         self._since = {key: when for key, when in self._since.items() if key[0] != worker}
         for times in (self._usual, self._patient_until):
             times.pop(worker, None)

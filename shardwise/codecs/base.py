@@ -56,7 +56,7 @@ class Argument:
 class Codec(ABC):
     """What every codec declares: its name, its bytes, and its cost."""
 
-    number: float = 0.0
+    argument_value: float = 0.0
     """The number in parentheses, as in `topk(0.01)`; 0 for a codec that takes none."""
 
     name: ClassVar[str]
@@ -88,7 +88,7 @@ class Codec(ABC):
         return True
 
     def __str__(self) -> str:
-        return self.name if self.argument is None else f"{self.name}({self.number:g})"
+        return self.name if self.argument is None else f"{self.name}({self.argument_value:g})"
 
     @classmethod
     def usage(cls) -> str:
@@ -141,7 +141,8 @@ class RowCodec(Codec):
 
 @dataclass(frozen=True)
 class MatrixCodec(Codec):
-    """A codec of whole matrices, which sends two thin factors of each (comm/low_rank.py)."""
+    """A codec of whole matrices, which sends two thin factors of each. comm/low_rank.py computes the factors,
+    as PowerSGD does; the codec only gives their rank."""
 
     whole_matrices: ClassVar[bool] = True
 

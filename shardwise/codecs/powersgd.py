@@ -22,7 +22,7 @@ class PowerSGD(MatrixCodec):
     @property
     def rank(self) -> int:
         """The rank that the job asks for."""
-        return int(self.number)
+        return int(self.argument_value)
 
     @property
     def memory_traffic(self) -> tuple[float, float]:

@@ -32,10 +32,10 @@ class QSGD(Multiples):
     @property
     def bits(self) -> int:
         """Number of bits of a code, which the job chooses."""
-        return int(self.number)
+        return int(self.argument_value)
 
     @property
     def shrinks_errors(self) -> bool:
         """Whether errors are smaller than the gradient. In two bits they are larger, and average out over
         steps instead."""
-        return self.number > 2
+        return self.argument_value > 2

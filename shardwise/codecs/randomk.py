@@ -38,7 +38,7 @@ class RandomK(RowCodec):
         return 4 * self._sent(numbers)
 
     def _sent(self, numbers: int) -> int:
-        return min(numbers, max(1, ceil(self.number * numbers))) if numbers else 0
+        return min(numbers, max(1, ceil(self.argument_value * numbers))) if numbers else 0
 
     def encode_rows(self, rows: Tensor, seed: int, subtract: bool) -> Tensor:
         """Draw places, and return the numbers there."""

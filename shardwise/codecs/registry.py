@@ -1,13 +1,17 @@
-"""The codecs by name: those of this folder, and those that other distributions add.
+"""The codecs by name: those of this folder, and those of other packages.
 
-A distribution adds a codec by an entry point of the group `shardwise.codecs` that names a subclass of
-`RowCodec` or `MatrixCodec`. Its name in a job is the class's `name`.
+A package adds a codec by an entry point of the group `shardwise.codecs`. Its name is the codec's name in a
+job, and its value is the class, a subclass of `RowCodec`:
+
+    [project.entry-points."shardwise.codecs"]
+    mine = "my_package.codec:Mine"
+
+The class is imported when a job names it. So a broken package stops only the jobs that use its codec.
 """
 
 from __future__ import annotations
 
 import re
-from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from shardwise.codecs.base import Codec, RowCodec
@@ -25,20 +29,26 @@ from shardwise.codecs.topk import TopK
 from shardwise.errors import UserError
 
 GROUP = "shardwise.codecs"
-BUILT_IN: tuple[type[Codec], ...] = (
-    BFloat16, Float16, Float8, Int8, Int4, TernGrad, Sign, TopK, RandomK, QSGD, PowerSGD,
-)  # fmt: skip
+BUILT_IN: dict[str, type[Codec]] = {
+    codec.name: codec
+    for codec in (BFloat16, Float16, Float8, Int8, Int4, TernGrad, Sign, TopK, RandomK, QSGD, PowerSGD)
+}
+"""The codecs of this folder by name."""
+_loaded: dict[str, type[RowCodec]] = {}
+"""The codecs of other packages that a job of this process has named."""
 
 
-@cache
-def codecs() -> dict[str, type[Codec]]:
-    """Return all codecs by name."""
-    added = [_load(entry) for entry in entry_points(group=GROUP)]
-    return {codec.name: codec for codec in (*added, *BUILT_IN)}
+def _find(name: str) -> type[Codec] | None:
+    """Return the codec of this name, or None; raise a `UserError` if it cannot be used."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name not in _loaded and (entries := tuple(entry_points(group=GROUP, name=name))):
+        _loaded[name] = _load(entries[0])
+    return _loaded.get(name)
 
 
-def _load(entry: EntryPoint) -> type[Codec]:
-    """Return the class that an entry point names."""
+def _load(entry: EntryPoint) -> type[RowCodec]:
+    """Return the class that an entry point names; raise a `UserError` if it is not a complete codec."""
     what = f"the codec {entry.name!r} of another distribution ({entry.value}, entry point group {GROUP})"
     try:
         codec = entry.load()
@@ -47,23 +57,29 @@ def _load(entry: EntryPoint) -> type[Codec]:
             f"{what} cannot be imported: {type(error).__name__}: {error}; repair that distribution, or "
             "uninstall it"
         ) from error
-    if not (isinstance(codec, type) and issubclass(codec, Codec)):
+    if not (isinstance(codec, type) and issubclass(codec, RowCodec)):
         raise UserError(f"{what} is no subclass of shardwise.codecs.RowCodec; name the class itself")
+    attributes = {name for name in ("name", "host_nanoseconds") if not hasattr(codec, name)}
+    if missing := sorted(attributes | codec.__abstractmethods__):
+        raise UserError(f"{what} lacks {', '.join(missing)}")
+    if codec.name != entry.name:
+        raise UserError(f"{what} declares name = {codec.name!r}; give both the same name")
     return codec
 
 
 def weight_codecs() -> list[str]:
-    """Return the names of the codecs that weights may be gathered with."""
-    return [name for name, codec in codecs().items() if codec.for_weights]
+    """Return the names of the codecs that weights may be gathered with: those of this folder, and those of
+    other packages that a job of this process has named."""
+    return [name for name, codec in {**BUILT_IN, **_loaded}.items() if codec.for_weights]
 
 
 def parse_codec(text: str) -> Codec:
     """Return the codec that a job writes like this, for example `topk(0.01)`, or raise a `ValueError`."""
     match = re.fullmatch(r"([\w-]+)(?:\(([^()]*)\))?", text.strip())
-    if match is None or match[1] not in codecs():
-        known = ", ".join(codec.usage() for codec in codecs().values())
-        raise ValueError(f"no codec {text!r}; one of {known}")
-    codec, argument = codecs()[match[1]], match[2]
+    codec = None if match is None else _find(match[1])
+    if match is None or codec is None:
+        raise ValueError(f"no codec {text!r}; one of {', '.join(_usages())}")
+    argument = match[2]
     if codec.argument is None:
         if argument is not None:
             raise ValueError(f"{codec.name} takes no number: write {codec.name}")
@@ -81,6 +97,12 @@ def parse_row_codec(text: str) -> RowCodec:
     if not isinstance(codec, RowCodec):
         raise ValueError(f"{codec.name} works on whole matrices, and here slices of them are sent")
     return codec
+
+
+def _usages() -> list[str]:
+    """Return how a job writes each codec of this folder, and the names of those of other packages."""
+    added = {entry.name for entry in entry_points(group=GROUP)} - BUILT_IN.keys()
+    return [*(codec.usage() for codec in BUILT_IN.values()), *sorted(added)]
 
 
 def _number(text: str | None) -> float | None:

@@ -40,12 +40,12 @@ class TopK(RowCodec):
 
     def for_sums(self) -> TopK:
         """Return the codec with three times the share."""
-        return TopK(min(1.0, SHARE_OF_SUMS * self.number))
+        return TopK(min(1.0, SHARE_OF_SUMS * self.argument_value))
 
     @property
     def per_block(self) -> int:
         """Numbers that are sent of each block."""
-        return ceil(self.number * SPARSE_BLOCK)
+        return ceil(self.argument_value * SPARSE_BLOCK)
 
     def wire_bytes(self, numbers: int) -> int:
         """Return two bytes for each value that is sent, and two for its place."""

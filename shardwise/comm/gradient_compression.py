@@ -44,12 +44,13 @@ class Momentum:
     """Returns this device's piece of a parameter's momentum, the same on all devices that sum it."""
 
 
-class Compressor:
+class CompressedAxisSum:
     """Sums gradients along one axis, and holds their residuals: what compression has left out so far."""
 
     def __init__(self, comm: Comm, axis: str, settings: CompressionSettings, in_thread: bool = False) -> None:
-        """With `in_thread`, a thread makes the sums while others use the axis, so they need a second
-        group."""
+        """`in_thread` says that a background thread makes the sums. Other threads may use the axis at the
+        same time, so the sums get a process group of their own: in one group all devices must issue the
+        collectives in the same order."""
         group = comm.mesh.second_group(axis) if in_thread else comm.mesh.group(axis)
         assert group is not None, "there are devices to exchange with"
         self.comm, self.axis, self.group, self.settings = comm, axis, group, settings
@@ -75,7 +76,8 @@ class Compressor:
         return self.comm.step > self.settings.how.warmup and not self.comm.discard_gradients
 
     def register(self, name: str, shape: Sequence[int]) -> None:
-        """Make a residual for a parameter before the first step, if its gradients are compressed."""
+        """Add a parameter to those whose gradients are summed here. If they are compressed, error feedback
+        gets a residual of zeros of this shape. Call this for every parameter before the first step."""
         if name not in self.settings.names:
             return
         self.names.add(name)
@@ -157,7 +159,10 @@ class Compressor:
             return
         part.add_(gradient, alpha=1 - self.momentum.decay)
         before = self.momentum.piece(name).to(part.device)
+        # Every device of the group adds the same momentum, so each adds 1 / devices of it. Gradients have the
+        # loss scale, and the sum is divided by it later.
         factor = self.momentum.decay * self.comm.loss_scale / self.group.size()
+        # FSDP2 pads shards to equal numbers of rows; the momentum has no padding.
         part[: len(before)].add_(before, alpha=factor)
 
     def _split(self, names: Sequence[str]) -> tuple[list[int], list[int]]:

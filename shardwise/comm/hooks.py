@@ -26,7 +26,7 @@ from shardwise._torch import all_gather_single, inside_backward
 from shardwise.comm.comm import Comm
 from shardwise.comm.deferred_sums import NEUTRAL, DeferredUnitSum
 from shardwise.comm.gloo import NO_TIMEOUT, AsyncGather, RowExchange, all_gather, reduce_scatter
-from shardwise.comm.gradient_compression import Compressor
+from shardwise.comm.gradient_compression import CompressedAxisSum
 from shardwise.comm.ordered_sums import OrderedSums
 from shardwise.comm.weight_gathers import EncodedGather, Float8Gather, SecondaryShard
 from shardwise.observe import EXPOSED, Collective
@@ -50,7 +50,7 @@ class GradientSum:
         comm: Comm,
         axis: str,
         group: dist.ProcessGroup,
-        compressor: Compressor | None,
+        compressor: CompressedAxisSum | None,
         names: Mapping[Tensor, str],
     ) -> None:
         self.comm, self.axis, self.group = comm, axis, group
@@ -71,7 +71,7 @@ class GradientSum:
             self._exposed.enter_context(self.comm.clock.span(EXPOSED))
         return summed
 
-    def _compress(self, compressor: Compressor, bucket: _Bucket, buffer: Tensor) -> Tensor:
+    def _compress(self, compressor: CompressedAxisSum, bucket: _Bucket, buffer: Tensor) -> Tensor:
         names = [self.names[parameter] for parameter in bucket.parameters()]
         compressor.all_reduce(names, bucket.gradients())
         return buffer
@@ -182,7 +182,7 @@ class CountedReduceScatter(_Counted):
         comm: Comm,
         axis: str,
         pieces: Mapping[str, torch.Size] | None = None,
-        compressor: Compressor | None = None,
+        compressor: CompressedAxisSum | None = None,
         deferred: DeferredUnitSum | None = None,
     ) -> None:
         super().__init__(comm, axis)
@@ -227,7 +227,7 @@ class CountedReduceScatter(_Counted):
         output.fill_(NEUTRAL)
         deferred.sums.add(finish, deferred.use)
 
-    def _compress(self, compressor: Compressor, total: Tensor, gradients: Tensor) -> Tensor:
+    def _compress(self, compressor: CompressedAxisSum, total: Tensor, gradients: Tensor) -> Tensor:
         rows = gradients.view(compressor.group.size(), -1)
         compressor.reduce_scatter(list(self.pieces), split(rows, self.pieces), split(total, self.pieces))
         return total
@@ -238,7 +238,7 @@ class CompressedReplicaSum:
     compressed, once per step. Gradients of earlier micro-batches are stored until then, and FSDP2 gets zeros
     in their place."""
 
-    def __init__(self, comm: Comm, compressor: Compressor, pieces: Mapping[str, torch.Size]) -> None:
+    def __init__(self, comm: Comm, compressor: CompressedAxisSum, pieces: Mapping[str, torch.Size]) -> None:
         self.comm, self.compressor, self.pieces = comm, compressor, pieces
         self.last = True
         """Whether this is the step's last micro-batch."""

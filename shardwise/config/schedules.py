@@ -88,7 +88,7 @@ class ScheduleFacts:
     """Number of micro-batches whose activations the last rank keeps at once."""
     halved_on_first: Formula = _none
     """Number of micro-batches whose backward is split in the model's last stage, on the first rank."""
-    moving_parts: float = 1.0
+    complexity: float = 1.0
     """How complicated the schedule is; decides between layouts that take equally long."""
     is_proposed: bool = True
     """Whether the planner tries it if the job does not name it."""
@@ -96,14 +96,14 @@ class ScheduleFacts:
 
 SCHEDULE_FACTS: dict[str, ScheduleFacts] = {
     # The planner does not propose gpipe: 1f1b takes the same time and keeps fewer activations.
-    "gpipe": ScheduleFacts(held_by_first=_all, held_by_last=_all, moving_parts=0.0, is_proposed=False),
-    "1f1b": ScheduleFacts(held_by_last=_one, moving_parts=0.0),
+    "gpipe": ScheduleFacts(held_by_first=_all, held_by_last=_all, complexity=0.0, is_proposed=False),
+    "1f1b": ScheduleFacts(held_by_last=_one, complexity=0.0),
     "interleaved": ScheduleFacts(
         stages_per_rank=2,
         is_interleaved=True,
         held_by_first=lambda m, p, v: (p * (v + 1) - 1) / v,
         held_by_last=lambda m, p, v: (p * (v - 1) + 1) / v,
-        moving_parts=0.5,
+        complexity=0.5,
     ),
     "zb1p": ScheduleFacts(splits_backward=True, bubble=1 / 3),
     "zbv": ScheduleFacts(

@@ -163,10 +163,10 @@ def _in_float8(matrix: BlockProduct, device: Device, sharing: Array | float) -> 
     narrow = product(*sizes, device, "float8", sharing)
     if matrix.kind == "experts":
         return narrow / GROUPED_FLOAT8
-    return np.where(fits(sizes), narrow, product(*sizes, device, _wide(device), sharing))
+    return np.where(fits(sizes), narrow, product(*sizes, device, _precision_if_unfit(device), sharing))
 
 
-def _wide(device: Device) -> str:
+def _precision_if_unfit(device: Device) -> str:
     """Return the precision in which a device multiplies 8-bit numbers that do not fit: float32, if its speed
     is known."""
     return "float32" if "float32" in device.peak else "bfloat16"
@@ -242,7 +242,9 @@ def head(work: Workload, space: Space, cluster: Cluster, stack: Software) -> tup
     if precision == "float8":  # the last chunk may have a number of tokens that does not fit
         chunk = head_chunk(work, space, cluster.device_type, tokens)
         rest = np.where(fits((tokens,)), 0.0, tokens - chunk * (np.ceil(tokens / chunk) - 1)) / tokens
-        in_float32 = 3 * product(tokens, rows, hidden, cluster.device, _wide(cluster.device), sharing)
+        in_float32 = 3 * product(
+            tokens, rows, hidden, cluster.device, _precision_if_unfit(cluster.device), sharing
+        )
         products = products + rest * (in_float32 - products)
     return products, moved / _stream(cluster.device, sharing)
 

@@ -15,7 +15,7 @@ class BlockProduct:
     """`count` products (m x k) by (k x n) in the forward of a block."""
 
     kind: str
-    """Kind of product as in `plan.float8_choice.Float8Shares`, or "router"."""
+    """Kind of product as in `plans.float8_choice.Float8Shares`, or "router"."""
     m: Array
     n: Array
     k: Array

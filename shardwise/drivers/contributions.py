@@ -67,8 +67,8 @@ class Contributions:
         work = Portions(
             portions=portions(config),
             updates=config.train.steps,
-            most_stale=self._settings.staleness_bound,
-            again=self._settings.backups,
+            max_staleness=self._settings.staleness_bound,
+            backups=self._settings.backups,
             start=self._start(),
         )
         self.scheduler = Scheduler(work, clock) if training.mesh.is_main else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm import Compressor, Momentum
+from shardwise.comm import CompressedAxisSum, Momentum
 from shardwise.optim.norm import local
 from shardwise.optim.pieces import Piece
 from shardwise.optim.rounding import Rounding, Slices
@@ -32,7 +32,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`rounding` must be given where states are bfloat16."""
         super().__init__(groups, {"weight_decay": 0.0})
         self.settings, self.rounding = settings, rounding
-        self._compressors: list[Compressor] = []
+        self._compressors: list[CompressedAxisSum] = []
         self._compressed: set[nn.Parameter] = set()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state.update({slot: torch.zeros_like(parameter.detach()) for slot in self.settings.slots})
         return state
 
-    def register(self, compressor: Compressor, parameters: Mapping[str, nn.Parameter]) -> None:
+    def register(self, compressor: CompressedAxisSum, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let a compressor sum momenta instead of gradients if the optimizer has a `summed_momentum`. Call
         this before the first step."""
         momentum = self.settings.summed_momentum

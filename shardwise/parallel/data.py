@@ -1,15 +1,20 @@
 """Data parallelism: every device computes on different sequences, and gradients are summed.
 
 The ZeRO stages (Rajbhandari et al., 2020) differ in what is sharded between uses, and so in when bytes are
-sent. A parameter has s bytes stored, c bytes to compute with and r bytes as summed gradient (4, 2, 4 in
-bfloat16). With P parameters, R of them in the root unit, one step sends:
+sent. Let a parameter take s bytes where it is stored, c bytes in the dtype of computations, and its summed
+gradient r bytes (4, 2 and 4 with `precision = "bfloat16"`). With P parameters, R of them in the root unit,
+the collectives of one step are:
 
-| zero | engine | sharded                      | sent per step                                               |
-| ---- | ------ | ---------------------------- | ----------------------------------------------------------- |
-| 0    | DDP    | nothing                      | all-reduce sP, in buckets while the last backward runs      |
-| 1    | FSDP2  | master weights, moments      | all-gather cP once, reduce-scatter rP once                  |
-| 2    | FSDP2  | and gradients                | all-gather cP once, reduce-scatter rP each micro-batch      |
-| 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
+| zero | engine | sharded                             | collectives of one step                            |
+| ---- | ------ | ----------------------------------- | -------------------------------------------------- |
+| 0    | DDP    | nothing                             | all-reduce of sP bytes, in buckets, while the last |
+|      |        |                                     | backward runs                                      |
+| 1    | FSDP2  | master weights and optimizer states | all-gather of cP and reduce-scatter of rP bytes,   |
+|      |        |                                     | once                                               |
+| 2    | FSDP2  | these, and gradients                | all-gather of cP bytes once, reduce-scatter of rP  |
+|      |        |                                     | bytes in each micro-batch                          |
+| 3    | FSDP2  | these, and the weights that compute | all-gather of c(2P - R) and reduce-scatter of rP   |
+|      |        |                                     | bytes in each micro-batch                          |
 
 FSDP2 sends one unit at a time: a block, the embedding, or the root with everything else (head, last norm,
 learned positions; in a tied model the embedding, which is the head). The experts of a block are a separate
@@ -51,9 +56,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise._torch import add_to_gradients, end_backward, forget_forwards, reduce_gathered, unit_pieces
 from shardwise.comm import (
     Comm,
+    CompressedAxisSum,
     CompressedReplicaSum,
     CompressionSettings,
-    Compressor,
     CountedAllGather,
     CountedReduceScatter,
     DeferredSums,
@@ -93,7 +98,7 @@ class DataParallel:
     model: nn.Module
     keeps_gradients: bool = field(default=False, init=False)
     """Whether gradients are set to zero in place after a step, rather than freed."""
-    compressors: list[Compressor] = field(default_factory=list, init=False)
+    compressors: list[CompressedAxisSum] = field(default_factory=list, init=False)
     """Objects that sum compressed gradients, one per axis."""
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
@@ -176,7 +181,7 @@ class Replicated(DataParallel):
         if self.settings is not None:
             # On a CPU a thread makes the sums, and attention may use the same axis meanwhile.
             in_thread = self.comm.device.type == "cpu"
-            self.compressors = [Compressor(self.comm, COPIES, self.settings, in_thread)]
+            self.compressors = [CompressedAxisSum(self.comm, COPIES, self.settings, in_thread)]
             for parameter, name in names.items():
                 self.compressors[0].register(name, parameter.shape)
         compressor = self.compressors[0] if self.compressors else None
@@ -232,6 +237,8 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(last)
         self._complete(last)
         yield
+        # On a CPU sums run in the background. The newest one may run on beside the next micro-batch; after
+        # the last micro-batch the gradients must be complete.
         self.collectives.deferred.complete(leave=0 if last else 1)
 
     def stay_gathered(self) -> None:
@@ -340,7 +347,7 @@ class _Collectives:
     ) -> None:
         self.comm, self.engine, self.settings, self.gathers = comm, engine, settings, gathers
         self.paths = {module: path for path, module in model.named_modules()}
-        self.compressors: dict[str, Compressor] = {}
+        self.compressors: dict[str, CompressedAxisSum] = {}
         """Objects that sum compressed gradients, by axis."""
         self.replica_sums: list[CompressedReplicaSum] = []
         """Objects that sum each unit's gradients over its copies, where these sums are compressed."""
@@ -352,6 +359,8 @@ class _Collectives:
         copy. Copies whose sums are compressed are left out of FSDP2's mesh: its hook can add a sum over
         copies, but not replace one."""
         mesh, copies = self.comm.mesh, self.engine.copies(axis)
+        # "solo" is the grid's axis of one device (plans/grid.py): with zero = 0 FSDP2 shards over it, so that
+        # each shard is a whole weight.
         shards = axis if self.engine.zero else "solo"
         joined = mesh.size(copies) > 1 and not self._compresses(copies)
         return mesh.sub(copies, shards) if joined else mesh.sub(shards)
@@ -410,7 +419,9 @@ class _Collectives:
             return False
         return self.settings.how.compresses(axis)
 
-    def _compressor(self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None) -> Compressor | None:
+    def _compressor(
+        self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None
+    ) -> CompressedAxisSum | None:
         """Return the compressor of sums over this axis, with these parameters registered; None where the sums
         are not compressed."""
         if not self._compresses(axis):
@@ -418,7 +429,7 @@ class _Collectives:
         assert self.settings is not None, "it compresses"
         if axis not in self.compressors:
             in_thread = rows is not None and self._defers_sums(axis)
-            self.compressors[axis] = Compressor(self.comm, axis, self.settings, in_thread)
+            self.compressors[axis] = CompressedAxisSum(self.comm, axis, self.settings, in_thread)
         compressor = self.compressors[axis]
         for name, shape in pieces.items():
             compressor.register(name, shape if rows is None else (rows, *shape))
@@ -426,7 +437,8 @@ class _Collectives:
 
 
 def _product_of(module: nn.Module, name: str) -> ScaledProduct | None:
-    """Return the product in float8 that alone uses this weight of a module, if there is one."""
+    """Return the float8 product that computes with this weight of a module, if no other code uses the weight;
+    else None. Such a weight may be gathered in 8 bits."""
     float8 = getattr(module, "float8", None)
     modules = float8.modules() if isinstance(float8, nn.Module) else ()
     products = (product for product in modules if isinstance(product, ScaledProduct))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from shardwise.checkpoint.state_key import GradientSlice, StateKey, StateKind
-from shardwise.comm import Compressor
+from shardwise.comm import CompressedAxisSum
 from shardwise.comm.low_rank import LowRankSum
 from shardwise.mesh import Mesh
 from shardwise.parallel.data import DataParallel
@@ -40,7 +40,7 @@ def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[StateKey, T
                 yield StateKey(StateKind.FACTOR, name, part=shared), factor
 
 
-def _slice(compressor: Compressor, parameter: nn.Parameter, mesh: Mesh) -> GradientSlice:
+def _slice(compressor: CompressedAxisSum, parameter: nn.Parameter, mesh: Mesh) -> GradientSlice:
     """Return the slice of a parameter whose gradients this device compresses."""
     devices = ALL_DEVICES.get(compressor.axis, compressor.axis)
     slices = local_slices(parameter, gathered=compressor.axis in ALL_DEVICES)

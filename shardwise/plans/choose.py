@@ -1,7 +1,8 @@
 """Make a `Plan` from a job: `choose` for a number of devices, `fit` for as many of them as can be used.
 
 Settings that the user leaves out are filled in: `data` takes the remaining devices, `zero` is the lowest
-stage whose model states fit in memory (a lower stage communicates less), and stages are cut evenly by time.
+stage whose model states fit in a share of the memory (`STATE_SHARE`; a lower stage communicates less), or 3
+with several replicas or offloading, and stages are cut evenly by time.
 If a search (search/) has decided settings before, `asked` is the job as the user wrote it, so that the plan
 can record who decided each setting.
 """
@@ -126,7 +127,8 @@ def fit(
     parameters: ModuleParameters | None = None,
     asked: OriginalJob | None = None,
 ) -> Plan | None:
-    """Return the plan for as many of these devices as a layout near the job's can use; None if below `least`.
+    """Return the plan for the largest number of these devices on which the job's layout, or one near it, is
+    possible; None if that number is below `least`.
 
     A run that lost devices continues with this plan. The numbers of devices are tried from all of them down.
     If the job's layout does not work on a number, the data axis is changed; if that does not help, the
@@ -191,8 +193,8 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         )
         values |= {"stages_per_rank": stages, "stages": blocks}
         whys |= {
-            "stages_per_rank": f"what {layout.schedule} takes",
-            "stages": "cut so that the slowest is as fast as can be",
+            "stages_per_rank": f"the default of schedule {layout.schedule}",
+            "stages": "cut so that the slowest stage takes the least time",
         }
     if layout.context > 1:
         attention = context_attention(config.model, layout)
@@ -281,7 +283,7 @@ def _what_fits(
     most = 0 if config.optimizer.needs_whole_states(layout) or not shards else 3
     zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
     half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
-    can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
+    can_halve = not problems_across(dict(half))
     settings = [] if zero is None else [f"layout.zero = {zero}"]
     if can_halve and fits(half, layout.zero):
         settings.append("train.state_dtype = 'bfloat16'")

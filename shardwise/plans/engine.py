@@ -23,7 +23,7 @@ and reduces. With them weights stay gathered, and gradients stay whole, until th
 stage.
 
 All functions use comparisons, `&` and `|`, so that they work for a Layout (with bools) and for the cost
-model's Space of candidates (with arrays). parallel/ runs what this file decides; plan/ and cost/ count it.
+model's Space of candidates (with arrays). parallel/ runs what this file decides; plans/ and cost/ count it.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def prepare_schedule(schedule: Schedule) -> PreparedSchedule:
     return PreparedSchedule(schedule.ranks, tuple(steps))
 
 
-def play(prepared: PreparedSchedule, stages: Sequence[float]) -> tuple[float, float]:
+def simulate_times(prepared: PreparedSchedule, stages: Sequence[float]) -> tuple[float, float]:
     """Return the time from the first start to the last end, and the work of the busiest rank.
 
     `stages` are the costs of both passes, of which forward is a third. The result is that of `simulate`,

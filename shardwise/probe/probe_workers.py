@@ -61,7 +61,7 @@ class _MeasurementFailed:
     """Last message of a worker that could not finish."""
 
     rank: int
-    echo: bool
+    is_consequence: bool
     """Whether the error only says that another worker has ended."""
     message: str
 
@@ -156,7 +156,9 @@ def _listen(processes: list[ForkedProcess], on_progress: ProgressCallback) -> Cl
 
 def _cause(failures: list[_MeasurementFailed | ProcessDied], count: int) -> RunFailed:
     # This is the earliest error that is not a consequence of another worker's end.
-    first = min(failures, key=lambda failure: isinstance(failure, _MeasurementFailed) and failure.echo)
+    first = min(
+        failures, key=lambda failure: isinstance(failure, _MeasurementFailed) and failure.is_consequence
+    )
     return RunFailed(f"probe: worker {first.rank} of {count} failed, nothing was written: {first.message}")
 
 

@@ -378,7 +378,7 @@ class Host:
         leader_server = self.leadership.leader_server if self.leadership else None
         leader.receive_report(self._report(), now)  # the first report, so that rank 0 is on this host
         for report, arrived in leader_server.new_reports() if leader_server else []:
-            leader.receive_report(report, arrived, from_afar=True)
+            leader.receive_report(report, arrived, from_other_host=True)
         for refused in leader_server.new_refusals() if leader_server else []:
             leader.note_refused(refused)
             self._record_refusal(refused)

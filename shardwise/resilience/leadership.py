@@ -228,8 +228,8 @@ class Leadership:
         if credentials is None:
             return (
                 f"the run's secret is not known yet: the first node writes {self._leader_file.path}, and "
-                "nothing was heard of it so far. Is it running, and do all nodes see the same run.folder? If "
-                "not, give all of them the same SHARDWISE_SECRET"
+                "this host has not heard from it yet. Is it running, and do all nodes see the same "
+                "run.folder? If not, give all of them the same SHARDWISE_SECRET"
             )
         if self._client.older:
             return (

@@ -40,7 +40,7 @@ times a second.
 """
 FIRST_TEAM_SECONDS = 30.0
 """Seconds for which the first team waits for workers beyond the minimum."""
-ECHO_SECONDS = 1.0
+CAUSE_SECONDS = 1.0
 """Seconds to wait for the cause after a worker has reported that a peer is gone."""
 SETTLE_SECONDS = 1.0
 """Seconds for which more workers must be available before a working team makes room for them."""
@@ -70,9 +70,9 @@ class Fault:
     """Traceback of the exception, if there was one."""
     reads: str = ""
     """Rows that the worker read, if it could not report the fault itself."""
-    echo: bool = False
+    is_consequence: bool = False
     """Whether the fault only says that a peer is gone, which another fault explains."""
-    own_line: str = ""
+    user_code_line: str = ""
     """Line of the user's code in which the exception was raised, if it was raised there (user_code.py)."""
 
     @property
@@ -84,7 +84,10 @@ class Fault:
         """Return whether the same line of the user's code failed in the same step, so that it will fail
         again.
         """
-        return bool(self.own_line) and (self.own_line, self.step) == (other.own_line, other.step)
+        return bool(self.user_code_line) and (self.user_code_line, self.step) == (
+            other.user_code_line,
+            other.step,
+        )
 
 
 def _plan_from_json(value: Json) -> Plan:
@@ -128,7 +131,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Report:
-    """What a host tells the leader again and again."""
+    """The state of a host, which it sends to the leader several times a second."""
 
     host: str
     address: str
@@ -263,14 +266,14 @@ class Leader:
         self._awaited = dict.fromkeys(hosts - {this_host, former_leader}, now + LOST_SECONDS)
         self._reached = orders.team.reached if orders.team else 0
 
-    def receive_report(self, report: Report, now: float, from_afar: bool = False) -> None:
+    def receive_report(self, report: Report, now: float, from_other_host: bool = False) -> None:
         """Record a report of a host.
 
         Faults on another machine count from the time at which they arrive here, because its clock may differ.
         """
         if any(refused.host == report.host for refused in self.refusals):
             return
-        if from_afar:
+        if from_other_host:
             faults = (self._stamped(report.host, fault) for fault in report.faults)
             report = replace(report, faults=tuple(faults))
         self._reports[report.host] = (report, now)
@@ -350,13 +353,15 @@ class Leader:
         """After a team broke, wait for the cause, refuse a new host, end the run, or form the next team."""
         if self._noticed[0] != team.generation:
             self._noticed = (team.generation, now)
-        if all(fault.echo for fault in faults) and self._cause_may_come(faults, now):
+        if all(fault.is_consequence for fault in faults) and self._cause_may_come(faults, now):
             return
         if new_host_faults := self._faults_of_new_hosts(team, faults):
             self._handle_fault_of_new_host(team, new_host_faults[0], now)
             return
         fatal = [fault for fault in faults if fault.status is not None]
-        first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
+        first = min(
+            fatal or faults, key=lambda fault: (fault.is_consequence, fault.kind == "host lost", fault.at)
+        )
         self._count_fault(team, first)
         reason = self._reason_to_end(first)
         if reason is None:
@@ -397,7 +402,9 @@ class Leader:
     def _faults_of_new_hosts(self, team: Team, faults: list[Fault]) -> list[Fault]:
         """Return the faults that began on new hosts. Those that another attempt cannot mend come first."""
         new_hosts = self._new_hosts(team)
-        matching = [fault for fault in faults if not fault.echo and _host_of(team, fault) in new_hosts]
+        matching = [
+            fault for fault in faults if not fault.is_consequence and _host_of(team, fault) in new_hosts
+        ]
         return sorted(matching, key=lambda fault: (fault.status is None, fault.at))
 
     def _new_hosts(self, team: Team) -> set[str]:
@@ -451,7 +458,7 @@ class Leader:
         """Return whether some host may still report why a peer is gone, or turn out to be lost."""
         return (
             self._may_be_lost(now, since=self._noticed[1])
-            or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+            or present_time() - min(fault.at for fault in faults) < CAUSE_SECONDS
         )
 
     def _may_be_lost(self, now: float, since: float = 0.0) -> bool:
@@ -502,10 +509,10 @@ class Leader:
     def _missing_workers(self, count: int) -> str:
         """Return why no team can be formed from this number of workers."""
         if count < self.bounds.minimum:
-            need = f"at least {self.bounds.minimum} are needed"
+            why = f"at least {self.bounds.minimum} are needed"
         else:
-            need = "a number that the job's layout cannot be made of"
-        return f"waiting for workers: {count} {'is' if count == 1 else 'are'} there, {need}"
+            why = "but the job has no layout for that number"
+        return f"waiting for workers: {count} {'is' if count == 1 else 'are'} available, {why}"
 
     def _reconsider(self, team: Team, now: float) -> None:
         """Decide whether a working team should make room for more workers, or let a host go."""
@@ -550,7 +557,7 @@ def _host_of(team: Team, fault: Fault) -> str:
 def _lost(team: Team, host: str, step: int) -> Fault:
     """Return the fault of a host that is lost."""
     rank = next(rank for rank, member in enumerate(team.members) if member.host == host)
-    cause = f"host {host} was not heard of for {LOST_SECONDS:g} s"
+    cause = f"the leader has not heard from host {host} for {LOST_SECONDS:g} s"
     return Fault("host lost", rank, step + 1, cause, present_time(), team.generation)
 
 

@@ -161,7 +161,7 @@ class HostLink(WorkerLink):
             generation=self._worker.generation,
             status=status,
             trace=without_middle(trace, LONGEST_TRACE),
-            own_line="" if explained else line,
+            user_code_line="" if explained else line,
         )
         self._send(Failed(fault))
 

@@ -124,7 +124,9 @@ def fault_of_dead_worker(worker: WorkerProcess, logs: Path) -> Fault:
 def fault_of_lost_peer(worker: WorkerProcess, reason: str) -> Fault:
     """Return the fault of a worker that lost a peer. Some other fault is the cause."""
     cause = f"a peer is gone: {reason}"
-    return Fault("failed", worker.rank, worker.step + 1, cause, present_time(), worker.generation, echo=True)
+    return Fault(
+        "failed", worker.rank, worker.step + 1, cause, present_time(), worker.generation, is_consequence=True
+    )
 
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:

@@ -27,7 +27,7 @@ from shardwise.errors import ConfigError
 from shardwise.files import Json
 from shardwise.plans.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
-from shardwise.search.search import BESIDE_DATA, SearchResult, limit, play
+from shardwise.search.search import BESIDE_DATA, SearchResult, limit, simulate_pipelines
 from shardwise.units import GIB
 
 LISTED = 4000
@@ -84,11 +84,13 @@ def cluster_json(cluster: Cluster, devices: int, margin: float) -> Json:
 def _listed(result: SearchResult, listed: Ints) -> list[Json]:
     """Return the numbers of these candidates, computed together. Pipelines that were simulated in the search
     are simulated again; the others use closed forms."""
-    order = np.concatenate([played := np.intersect1d(listed, result.played), np.setdiff1d(listed, played)])
+    simulated = np.intersect1d(listed, result.simulated)
+    others = np.setdiff1d(listed, simulated)
     parts = [
         cost(result.work, result.space.take(part), result.cluster)
-        for cost, part in ((play, played), (predict, order[len(played) :]))
+        for cost, part in ((simulate_pipelines, simulated), (predict, others))
     ]
+    order = np.concatenate([simulated, others])
     predictions, row_of = concatenate(parts), {int(index): row for row, index in enumerate(order)}
     return [candidate(result, index, take(predictions, [row_of[index]])) for index in listed.tolist()]
 

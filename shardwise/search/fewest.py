@@ -260,7 +260,11 @@ def _between(config: Config, cluster: Cluster, low: int, high: int) -> list[int]
 
 
 def _divides(config: Config, devices: int) -> bool:
-    """Return whether the devices are a product of degrees that blocks, batch, heads and sequence allow."""
+    """Return whether the devices are pipeline x data x the rest, where there are enough blocks for
+    `pipeline`, `data` divides the batch, and the rest divides the sequence.
+
+    Heads are not checked, so a number may pass although no layout is possible on it.
+    """
     model, length, batch = config.model, config.data.sequence_length, config.train.global_batch
     for pipeline in divisors(devices):
         if pipeline > model.layers:

@@ -18,7 +18,7 @@ from shardwise.plans.choose import OriginalJob
 from shardwise.search.answer import chosen, device_peak, traffic, with_total
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
-from shardwise.search.search import play, workload_of
+from shardwise.search.search import simulate_pipelines, workload_of
 from shardwise.units import GIB
 
 
@@ -50,7 +50,7 @@ def forecast(
     this layout."""
     space = space_of_layout(config.model, config.train.recompute, layout, micro_batch, accumulation)
     work = workload_of(config, bucket_bytes)
-    prediction = play(work, space, cluster)
+    prediction = simulate_pipelines(work, space, cluster)
     return {
         "cluster": cluster.name,
         "device": cluster.device.name,

@@ -21,7 +21,7 @@ from shardwise.plurals import counted
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, fitting
 from shardwise.search.reasons import best_layout, describe_layout, nothing_fits
-from shardwise.search.search import SearchResult, play, search, workload_of
+from shardwise.search.search import SearchResult, search, simulate_pipelines, workload_of
 from shardwise.units import GIB
 
 _LONGEST = 2**30
@@ -175,7 +175,7 @@ def _largest_sizes(fits: Callable[[Ints], Bools], layouts: int) -> Ints:
 
 
 def _largest(config: Config, work: Workload, space: Space, cluster: Cluster, batch: int) -> Largest:
-    prediction, row = play(work, space, cluster), space.row(0)
+    prediction, row = simulate_pipelines(work, space, cluster), space.row(0)
     seconds, copies, layout = float(prediction.total[0]), row["replica"] * row["data"], describe_layout(row)
     changes = {
         "global_batch": batch,

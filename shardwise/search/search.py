@@ -28,8 +28,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.plans.dtypes import Dtypes
 from shardwise.plans.float8_choice import gathered_in_float8, scale_count, shares, unknown_patterns
 from shardwise.plans.schedule import make_schedule
-from shardwise.plans.timeline import PreparedSchedule, prepare_schedule
-from shardwise.plans.timeline import play as play_through
+from shardwise.plans.timeline import PreparedSchedule, prepare_schedule, simulate_times
 from shardwise.search.candidates import candidates, fixed_fields
 
 BESIDE_DATA = tuple(axis for axis in AXES if axis != "data")
@@ -59,7 +58,7 @@ class SearchResult:
     refused: dict[str, int]
     seconds: float
     fixed: Mapping[str, object]
-    played: Ints
+    simulated: Ints
     """The pipelines that could win, which were simulated with their own schedules."""
 
     @property
@@ -83,7 +82,7 @@ class SearchResult:
 
     def prediction(self, index: int) -> Prediction:
         """Return the prediction of one candidate, term by term."""
-        return play(self.work, self.space.take([index]), self.cluster)
+        return simulate_pipelines(self.work, self.space.take([index]), self.cluster)
 
 
 def workload_of(config: Config, bucket_bytes: int | None = None) -> Workload:
@@ -169,10 +168,10 @@ def _costed(
     total, least, peak, host = _cost(work, space, cluster)
     fitting = np.flatnonzero(within_limits(peak, host, cluster, margin, devices))
     by_bound = fitting[np.argsort(least[fitting], kind="stable")]
-    played = _played_to_the_best(work, space, cluster, total, by_bound, least)
+    simulated = _simulate_best(work, space, cluster, total, by_bound, least)
     order = _simplest_first(space, total, fitting[np.argsort(total[fitting], kind="stable")])
     return SearchResult(
-        work, cluster, devices, space, total, peak, host, order, margin, refused, 0.0, fixed, played
+        work, cluster, devices, space, total, peak, host, order, margin, refused, 0.0, fixed, simulated
     )
 
 
@@ -188,7 +187,7 @@ def _cost(work: Workload, space: Space, cluster: Cluster) -> tuple[Array, Array,
     return np.maximum(total, least), least, peak, host
 
 
-def _played_to_the_best(
+def _simulate_best(
     work: Workload, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array
 ) -> Ints:
     """Simulate the pipelines that could be the quickest, in the order of their bounds, and return them.
@@ -200,11 +199,11 @@ def _played_to_the_best(
     start, size = 0, AT_FIRST
     while start < len(pipelines) and least[pipelines[start]] <= quickest * (1 + EQUAL):
         chosen = pipelines[start : start + size]
-        total[chosen] = play(work, space.take(chosen), cluster).total
+        total[chosen] = simulate_pipelines(work, space.take(chosen), cluster).total
         quickest = min(quickest, float(total[chosen].min()))
-        start, size = start + len(chosen), 2 * size  # a few plays take as long as one
-    played: Ints = pipelines[:start]
-    return played
+        start, size = start + len(chosen), 2 * size  # a few pipelines take as long to simulate as one
+    simulated: Ints = pipelines[:start]
+    return simulated
 
 
 def _simplest_first(space: Space, total: Array, order: Ints) -> Ints:
@@ -212,7 +211,7 @@ def _simplest_first(space: Space, total: Array, order: Ints) -> Ints:
     if not len(order):
         return order
     tied = order[: np.searchsorted(total[order], (1 + EQUAL) * total[order[0]], side="right")]
-    best = min(tied, key=lambda index: (moving_parts(space.row(index)), total[index]))
+    best = min(tied, key=lambda index: (complexity(space.row(index)), total[index]))
     return np.concatenate([[best], order[order != best]])
 
 
@@ -221,22 +220,22 @@ def simpler(result: SearchResult) -> int | None:
     winner."""
     best, total = result.order[0], result.total[result.order]
     near = result.order[: np.searchsorted(total[1:], (1 + NEAR) * total[0]) + 1]  # all but the winner ascend
-    parts = [moving_parts(result.space.row(int(index))) for index in near]
-    least = int(np.argmin(parts))
-    return int(near[least]) if parts[least] < moving_parts(result.space.row(int(best))) else None
+    complexities = [complexity(result.space.row(int(index))) for index in near]
+    least = int(np.argmin(complexities))
+    return int(near[least]) if complexities[least] < complexity(result.space.row(int(best))) else None
 
 
-def moving_parts(row: Mapping[str, int]) -> float:
+def complexity(row: Mapping[str, int]) -> float:
     """Return a measure of complexity: axes in use, states sharded, special schedules, work done again."""
     axes = sum(row[axis] > 1 for axis in BESIDE_DATA)
-    schedule = SCHEDULE_FACTS[SCHEDULES[row["schedule"]]].moving_parts if row["pipeline"] > 1 else 0.0
+    schedule = SCHEDULE_FACTS[SCHEDULES[row["schedule"]]].complexity if row["pipeline"] > 1 else 0.0
     return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
 
 
 # -- candidates with their own schedules ---------------------------------------------------------------------
 
 
-def play(work: Workload, space: Space, cluster: Cluster) -> Prediction:
+def simulate_pipelines(work: Workload, space: Space, cluster: Cluster) -> Prediction:
     """Return a prediction whose pipelines are simulated as they will run, with their actual stages."""
     closed = predict(work, space, cluster, SHARDWISE)
     pipelines = np.flatnonzero(space.pipeline > 1)
@@ -271,7 +270,7 @@ def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, 
     """
     few = min(row["accumulation"], 2 * row["pipeline"] + row["accumulation"] % row["pipeline"])
     prepared = _prepared(SCHEDULES[row["schedule"]], row["pipeline"], few, row["stages_per_rank"])
-    makespan, busiest = play_through(prepared, stage)
+    makespan, busiest = simulate_times(prepared, stage)
     rest = (row["accumulation"] - few) * busiest / few
     return makespan + rest, busiest + rest
 

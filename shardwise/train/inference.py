@@ -58,7 +58,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Speech:
+class TextFormat:
     """How texts become token ids and back, for one model."""
 
     tokenizer: Tokenizer
@@ -77,22 +77,22 @@ class LoadedModel:
     name: str
     model: Model
     step: NextLogits
-    speech: Speech
+    text_format: TextFormat
 
     def go_on(self, prompt: str, sampling: Sampling) -> Iterator[str]:
         """Yield the continuation of a text, piece by piece."""
-        tokenizer = self.speech.tokenizer
-        ids = tokenizer.encode_prompt(prompt) if self.speech.begins else tokenizer.encode_batch([prompt])[0]
+        tokenizer, begins = self.text_format.tokenizer, self.text_format.begins
+        ids = tokenizer.encode_prompt(prompt) if begins else tokenizer.encode_batch([prompt])[0]
         if not len(ids):
             raise UserError("--prompt: an empty text; give at least one character to go on from")
-        return self._say(ids.tolist(), sampling, "--prompt", context=True, ends=self.speech.ends)
+        return self._generate(ids.tolist(), sampling, "--prompt", context=True, ends=self.text_format.ends)
 
     def answer(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
         """Yield the assistant's next message, piece by piece."""
-        assert self.speech.template is not None, "asked for before"
-        written = self.speech.template.write(messages, generation_prompt=True)
-        ids, _ = self.speech.tokenizer.encode_with_offsets([written])[0]
-        return self._say(
+        assert self.text_format.template is not None, "asked for before"
+        written = self.text_format.template.write(messages, generation_prompt=True)
+        ids, _ = self.text_format.tokenizer.encode_with_offsets([written])[0]
+        return self._generate(
             ids.tolist(), sampling, "the conversation", context=False, ends=self._ends_of_answers
         )
 
@@ -100,22 +100,28 @@ class LoadedModel:
     def _ends_of_answers(self) -> frozenset[int]:
         """The ids that end a text, and the id that the template puts after an answer, if it is a single one:
         a model that was trained with the template ends its answers with it, whatever other settings say."""
-        assert self.speech.template is not None, "asked for before"
-        ids, _ = self.speech.tokenizer.encode_with_offsets([self.speech.template.mark_after_answers()])[0]
-        return self.speech.ends | (set(ids.tolist()) if len(ids) == 1 else set())
+        template = self.text_format.template
+        assert template is not None, "asked for before"
+        ids, _ = self.text_format.tokenizer.encode_with_offsets([template.mark_after_answers()])[0]
+        return self.text_format.ends | (set(ids.tolist()) if len(ids) == 1 else set())
 
     def check_chat(self) -> None:
         """Refuse a model without a chat template."""
-        if self.speech.template is None:
+        if self.text_format.template is None:
             raise UserError(
                 f"--chat: {self.name} has no chat template ({TEMPLATE}, or `chat_template` in "
                 f"tokenizer_config.json), which says "
                 "how a conversation is written; put one there, or use --prompt"
             )
 
-    def _say(
+    def _generate(
         self, ids: list[int], sampling: Sampling, what: str, context: bool, ends: frozenset[int]
     ) -> Iterator[str]:
+        """Yield the text of the tokens that the model generates after these ids.
+
+        `what` names the ids in messages. `context` says whether the new text continues theirs, so that it is
+        decoded together with the last of them.
+        """
         room = self.model.max_positions - len(ids)
         if room < 1:
             most = f"model.max_positions is {self.model.max_positions}"
@@ -136,7 +142,7 @@ class LoadedModel:
             seed=sampling.seed,
             ends=ends,
         )
-        return as_text(self.speech.tokenizer, new, ids[-AFTER:] if context else ())
+        return as_text(self.text_format.tokenizer, new, ids[-AFTER:] if context else ())
 
 
 def load_folder(folder: Path) -> LoadedModel:
@@ -145,20 +151,20 @@ def load_folder(folder: Path) -> LoadedModel:
     check_tokenizer(pretrained)
     dtypes = [getattr(torch, OUR_DTYPES[tensor.dtype]) for tensor in pretrained.stored.values()]
     step = _ready(str(folder), pretrained.model, dtypes, pretrained.read)
-    return LoadedModel(str(folder), pretrained.model, step, _speech_of_folder(folder))
+    return LoadedModel(str(folder), pretrained.model, step, _text_format_of_folder(folder))
 
 
 def load_checkpoint(address: str) -> LoadedModel:
     """Return the model of a checkpoint."""
     contents = Contents.open(address)
     model = saved_model(contents.manifest, contents.address)
-    speech = _speech(contents)
+    text_format = _text_format(contents)
     contents.check()
     keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
     dtypes = [getattr(torch, contents.tensors[key].dtype) for key in keys]
     read = lambda: ((key.name, contents.read(key)) for key in keys)  # noqa: E731
     step = _ready(address, model, dtypes, read)
-    return LoadedModel(address, _with_trained_length(model, contents), step, speech)
+    return LoadedModel(address, _with_trained_length(model, contents), step, text_format)
 
 
 _COMPUTED: Mapping[torch.dtype, dict[str, str]] = {
@@ -237,7 +243,7 @@ class _Uncached:
         return logits
 
 
-def _speech(contents: Contents) -> Speech:
+def _text_format(contents: Contents) -> TextFormat:
     """Return the tokenizer, the chat template and the end ids of a checkpoint: those of the Hugging Face
     files that it carries, or else those of the run's data."""
     if files := as_files(files_of_checkpoint(contents)):
@@ -246,17 +252,17 @@ def _speech(contents: Contents) -> Speech:
                 (Path(folder) / name).parent.mkdir(exist_ok=True)
                 (Path(folder) / name).write_bytes(content)
             if TOKENIZER in files:
-                speech = _speech_of_folder(Path(folder))
+                text_format = _text_format_of_folder(Path(folder))
                 # The job may have ended documents by another token.
                 chosen = contents.manifest.data.get("end_of_document")
                 end = (
                     load_tokenizer(Path(folder), chosen).end
                     if isinstance(chosen, str)
-                    else speech.tokenizer.end
+                    else text_format.tokenizer.end
                 )
-                return replace(speech, ends=speech.ends | {end})
+                return replace(text_format, ends=text_format.ends | {end})
     tokenizer = _as_trained(contents)
-    return Speech(tokenizer, tokenizer.find_template(), frozenset({tokenizer.end}), begins=False)
+    return TextFormat(tokenizer, tokenizer.find_template(), frozenset({tokenizer.end}), begins=False)
 
 
 def _as_trained(contents: Contents) -> Tokenizer:
@@ -266,11 +272,12 @@ def _as_trained(contents: Contents) -> Tokenizer:
     return load_tokenizer(name, end)
 
 
-def _speech_of_folder(folder: Path) -> Speech:
+def _text_format_of_folder(folder: Path) -> TextFormat:
+    """Return the tokenizer, the chat template and the end ids of a Hugging Face folder."""
     ends = _ends(folder)
     end = spelling(tokenizer_settings(folder).get("eos_token"))
     tokenizer = load_tokenizer(file_of(folder, TOKENIZER), end or next(iter(ends), None))
-    return Speech(tokenizer, tokenizer.find_template(), frozenset({*ends, tokenizer.end}), begins=True)
+    return TextFormat(tokenizer, tokenizer.find_template(), frozenset({*ends, tokenizer.end}), begins=True)
 
 
 def _ends(folder: Path) -> list[int]:

@@ -35,7 +35,7 @@ class Play:
         worker = self.chance.choice(list(self.tasks))
         portion = self.tasks[worker]
         if self.chance.random() < self.losses:
-            self.work.lost(worker)
+            self.work.release(worker)
             self.tasks[worker] = None
         elif portion is None:
             self.tasks[worker] = self.work.ask(worker)
@@ -59,9 +59,9 @@ class Play:
     st.integers(0, 2**32),
 )
 def test_every_portion_is_used_once_and_none_is_too_stale(
-    portions: int, bound: int | None, again: bool, workers: int, losses: float, seed: int
+    portions: int, bound: int | None, backups: bool, workers: int, losses: float, seed: int
 ) -> None:
-    work = Portions(portions, 8, bound, again)
+    work = Portions(portions, 8, bound, backups)
     play = Play(work, seed, losses, workers)
     play.run()
     assert sorted(play.used) == list(range(8 * portions))
@@ -112,7 +112,7 @@ def test_a_slow_worker_holds_the_others_up_just_before_it_is_too_stale() -> None
 
 
 def test_an_idle_worker_computes_what_a_slow_one_has_not_brought_and_the_first_counts() -> None:
-    work = Portions(2, 5, 0, again=True)
+    work = Portions(2, 5, 0, backups=True)
     assert work.ask("slow") == 0
     assert work.ask("quick") == 1
     assert work.bring("quick", 1)
@@ -125,7 +125,7 @@ def test_an_idle_worker_computes_what_a_slow_one_has_not_brought_and_the_first_c
     work.update(due)
     assert not work.bring("slow", 0)
     assert not work.bring("third", 0)
-    assert work.late == 2
+    assert work.dropped == 2
 
 
 def test_without_copies_a_worker_waits_and_a_stranger_brings_nothing() -> None:
@@ -147,7 +147,7 @@ def test_no_more_is_handed_out_than_the_last_update_needs(bound: int | None) -> 
 def test_what_slow_servers_have_not_used_yet_does_not_pile_up() -> None:
     """Four portions are brought in the time of each update, of two: none is older than an update, however
     long it goes on."""
-    work, staleness = Portions(portions=2, updates=100, most_stale=None), list[int]()
+    work, staleness = Portions(portions=2, updates=100, max_staleness=None), list[int]()
     while not work.ended:
         for worker in WORKERS[:4]:
             portion = work.ask(worker)

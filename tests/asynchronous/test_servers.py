@@ -325,7 +325,7 @@ class TestPatience:
 
     def setup_method(self) -> None:
         self.now = 0.0
-        self.scheduler = Scheduler(Portions(portions=2, updates=10, most_stale=4), clock=lambda: self.now)
+        self.scheduler = Scheduler(Portions(portions=2, updates=10, max_staleness=4), clock=lambda: self.now)
         for worker in "ab":
             assert self.scheduler.ask(worker, 0) == Task("ab".index(worker), 0)
         self.now = 4.0

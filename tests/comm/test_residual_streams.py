@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.codecs import parse_codec
-from shardwise.comm.gradient_compression import CompressionSettings, Compressor
+from shardwise.comm.gradient_compression import CompressedAxisSum, CompressionSettings
 from shardwise.config.compression import SumCompression
 
 
@@ -21,7 +21,7 @@ def test_a_residual_is_read_before_its_memory_is_used_again() -> None:
     comm: Any = SimpleNamespace(mesh=mesh, device=device, step=1)
     how = SumCompression(parse_codec("sign"), axes="all", warmup=0, feedback=True)
     settings = CompressionSettings(how, 0, torch.float32, frozenset({"weight"}))
-    compressor = Compressor(comm, "data", settings)
+    compressor = CompressedAxisSum(comm, "data", settings)
     torch.cuda.empty_cache()
     compressor.register("weight", (2, numbers))
     torch.cuda.synchronize()

@@ -44,7 +44,7 @@ NOT_MEASURED = {
         "design.md": ["7 %"],
     },
     "what others advise, not a measurement of ours": {"optimizers.md": ["3 to 10 times"]},
-    "follows from a formula (of schedules: tests/plan/test_schedule_timeline.py)": {
+    "follows from a formula (of schedules: tests/plans/test_schedule_timeline.py)": {
         "asynchronous.md": ["2.5"],
         "pipelines.md": ["27.3 %", "15.8 %", "11.1 %", "5.9 %", "29.1 %", "34.9 %", "5.5"],
     },

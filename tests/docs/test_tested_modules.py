@@ -102,7 +102,7 @@ RUN_BY = {
     "train.non_finite": "train/test_non_finite.py",
     "train.record": "train/test_logs.py",
     "train.votes": "train/test_saves_and_checks.py",
-    "proof.random_text": "verify/test_proof_rows.py",
+    "proof.random_text": "proof/test_proof_rows.py",
     "proof.sabotage": "cli/test_verify_command.py",
 }
 """Modules that no test imports by name, each with a test that runs it."""

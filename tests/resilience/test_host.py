@@ -430,7 +430,7 @@ def test_a_run_that_waits_for_workers_says_so(
     host.leader.bounds = Bounds(3, 3)
     threading.Timer(1.0, lambda: setattr(host.leader, "bounds", Bounds(2, 2))).start()
     assert host.run() == 0
-    assert capsys.readouterr().err == "waiting for workers: 2 are there, at least 3 are needed\n"
+    assert capsys.readouterr().err == "waiting for workers: 2 are available, at least 3 are needed\n"
 
 
 def test_a_server_that_was_stopped_freezes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,7 +451,7 @@ def test_a_first_node_of_which_nothing_was_heard_is_not_waited_for_as_long_as_on
     )
     monkeypatch.setattr(waiting, "silence", lambda: leadership.UNHEARD_SECONDS + 1)
     with pytest.raises(
-        RunFailed, match=r"the first node writes .*, and nothing was heard of it so far. Is it running"
+        RunFailed, match=r"the first node writes .*, and this host has not heard from it yet. Is it running"
     ):
         waiting.give_up_if_too_long()
     first = others("a", tmp_path, port)

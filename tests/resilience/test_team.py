@@ -118,8 +118,11 @@ def test_each_team_meets_where_the_store_is_when_it_is_formed() -> None:
 def test_a_peer_that_is_gone_is_no_cause_while_the_cause_may_still_come() -> None:
     judge = lead(4, 4)
     decide(judge, 0, host("a", 2), host("b", 2))
-    echo, cause = fault(1, echo=True, cause="a peer is gone"), fault(1, cause="out of memory", rank=3)
-    orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo,)), host("b", 2, generation=1))
+    consequence, cause = (
+        fault(1, is_consequence=True, cause="a peer is gone"),
+        fault(1, cause="out of memory", rank=3),
+    )
+    orders = decide(judge, 1, host("a", 2, generation=1, faults=(consequence,)), host("b", 2, generation=1))
     assert orders.team is not None
     assert orders.team.generation == 1
     orders = decide(judge, 1.2, host("b", 2, generation=1, faults=(cause,)))
@@ -132,11 +135,11 @@ def test_a_peer_that_is_gone_with_a_host_that_fell_silent_is_not_tried_again_bef
 ):
     judge = lead(2, 4)
     decide(judge, 0, host("a", 2), host("b", 2))
-    echo = fault(1, echo=True, at=time.time() - 5)
-    orders = decide(judge, 5, host("a", 2, generation=1, faults=(echo,)))
+    consequence = fault(1, is_consequence=True, at=time.time() - 5)
+    orders = decide(judge, 5, host("a", 2, generation=1, faults=(consequence,)))
     assert orders.team is not None
     assert orders.team.generation == 1
-    orders = decide(judge, LOST_SECONDS + 1, host("a", 2, generation=1, faults=(echo,)))
+    orders = decide(judge, LOST_SECONDS + 1, host("a", 2, generation=1, faults=(consequence,)))
     assert orders.team is not None
     assert (orders.team.generation, len(orders.team.members)) == (2, 2)
     assert orders.team.fault is not None
@@ -146,8 +149,8 @@ def test_a_peer_that_is_gone_with_a_host_that_fell_silent_is_not_tried_again_bef
 def test_a_peer_that_is_gone_without_a_cause_still_leads_to_a_new_team() -> None:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 2))
-    echo = fault(1, echo=True, at=time.time() - 5)
-    orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo,)))
+    consequence = fault(1, is_consequence=True, at=time.time() - 5)
+    orders = decide(judge, 1, host("a", 2, generation=1, faults=(consequence,)))
     assert orders.team is not None
     assert orders.team.generation == 2
 
@@ -258,8 +261,11 @@ def test_the_run_ends_when_every_host_is_done_with_the_worst_status() -> None:
 def test_a_failure_that_trying_again_cannot_mend_ends_the_run_at_once() -> None:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 2))
-    echo, fatal = fault(1, echo=True), fault(1, kind="failed", cause="the loss is nan", status=1)
-    orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo, fatal)))
+    consequence, fatal = (
+        fault(1, is_consequence=True),
+        fault(1, kind="failed", cause="the loss is nan", status=1),
+    )
+    orders = decide(judge, 1, host("a", 2, generation=1, faults=(consequence, fatal)))
     assert (orders.wish, orders.status, orders.message) == ("end", 1, "the loss is nan")
 
 
@@ -281,10 +287,14 @@ def test_a_line_of_the_users_own_code_that_fails_again_is_not_tried_a_third_time
     judge = lead(2, 2, step_attempts=5)
     decide(judge, 0, host("a", 2))
     for generation, line in ((1, "own.py, line 3"), (2, "own.py, line 4")):
-        failed = fault(generation, step=7, own_line=line)
+        failed = fault(generation, step=7, user_code_line=line)
         assert decide(judge, generation, host("a", 2, generation=generation, faults=(failed,))).wish == "work"
     again = fault(
-        3, step=7, own_line="own.py, line 4", cause="own.py, line 4: ValueError: no", trace="the traceback"
+        3,
+        step=7,
+        user_code_line="own.py, line 4",
+        cause="own.py, line 4: ValueError: no",
+        trace="the traceback",
     )
     orders = decide(judge, 99, host("a", 2, generation=3, faults=(again,)))
     assert (orders.wish, orders.status) == ("end", 1)
@@ -396,9 +406,13 @@ def test_faults_on_other_machines_count_from_when_they_are_heard_of(monkeypatch:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 1), host("b", 1))
     of_a_clock_that_is_ahead = fault(1, at=5000.0)
-    judge.receive_report(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 1, from_afar=True)
+    judge.receive_report(
+        host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 1, from_other_host=True
+    )
     monkeypatch.setattr(team_module, "present_time", lambda: 1003.0)
-    judge.receive_report(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 2, from_afar=True)
+    judge.receive_report(
+        host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 2, from_other_host=True
+    )
     orders = decide(judge, 2, host("a", 1, generation=1))
     assert orders.team is not None
     assert orders.team.fault == replace(of_a_clock_that_is_ahead, at=1000.0)
@@ -446,7 +460,7 @@ def seconds_of(judge: Leader, seconds: range, *reports: Report) -> Orders:
 
 
 @pytest.mark.parametrize("dead", ["b", "bc"])
-@pytest.mark.parametrize("first_word", ["an echo", "a fault", "none"])
+@pytest.mark.parametrize("first_word", ["a consequence", "a fault", "none"])
 def test_hosts_that_die_at_once_cost_one_attempt(
     monkeypatch: pytest.MonkeyPatch, dead: str, first_word: str
 ) -> None:
@@ -461,7 +475,7 @@ def test_hosts_that_die_at_once_cost_one_attempt(
         now[0] = quarter / 4
         assert judge.orders.team is not None
         generation = judge.orders.team.generation
-        word = fault(1, step=8, echo=first_word == "an echo", at=5.0, rank=0)
+        word = fault(1, step=8, is_consequence=first_word == "a consequence", at=5.0, rank=0)
         faults = (word,) if now[0] >= 5 and first_word != "none" and generation == 1 else ()
         # Host c calls once more than host b.
         calling = alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]
@@ -509,7 +523,7 @@ def test_a_lost_leader_costs_one_attempt() -> None:
     orders = decide(first, 0, host("a", 2), host("b", 2), host("c", 2))
     second = lead(2, 6, step_attempts=2)
     second.take_over(orders, "b", "a", now=100)
-    gone = {"generation": 1, "step": 7, "faults": (fault(1, step=8, echo=True),)}
+    gone = {"generation": 1, "step": 7, "faults": (fault(1, step=8, is_consequence=True),)}
     assert decide(second, 100, host("b", 2, **gone)) == orders
     orders = seconds_of(second, range(101, 116), host("b", 2, **gone), host("c", 2, **gone))
     assert orders.wish == "work"
@@ -538,8 +552,8 @@ def test_a_host_that_fails_for_good_before_its_first_step_is_refused_alone() -> 
     fatal = fault(
         2, step=0, rank=rank, kind="failed", cause="rank 5 was started with another job than rank 0", status=2
     )
-    echo = fault(2, step=0, rank=0, echo=True)
-    others = [host("a", 2, generation=2, faults=(echo,)), host("b", 2, generation=2)]
+    consequence = fault(2, step=0, rank=0, is_consequence=True)
+    others = [host("a", 2, generation=2, faults=(consequence,)), host("b", 2, generation=2)]
     orders = decide(judge, 36, *others, host("c", 2, generation=2, faults=(fatal,)))
     assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"})
     (refused,) = judge.refusals

@@ -59,8 +59,8 @@ TITAN = {
     "mem_kind": "max over ranks (peak reserved)", "status": "ok", "notes": "compile+float8+asyncTP",
 }  # fmt: skip
 SWEEP = (
-    "model_B,layers,hidden,heads,ffn,vocab,variant,nodes,gpus,seq,gbs_seqs,mbs,grad_acc,dp,pp,tp,zero,status,mfu_pct,tok_s_gpu,"
-    "tok_s,mem_gb,step_time_s\n"
+    "model_B,layers,hidden,heads,ffn,vocab,variant,nodes,gpus,seq,gbs_seqs,mbs,grad_acc,dp,pp,tp,zero,"
+    "status,mfu_pct,tok_s_gpu,tok_s,mem_gb,step_time_s\n"
     "1.34,16,2048,32,8192,131072,untied,1,8,4096,256,4,16,4,2,1,1,ok,44.324,38894.51,311156.08,41.76,3.3699\n"
     "1.34,16,2048,32,8192,131072,untied,1,8,4096,256,2,4,2,4,1,1,ok,24.672,21649.63,173197.04,29.04,6.0542\n"
     "1.34,16,2048,32,8192,131072,,1,8,4096,256,64,1,4,2,1,1,failed,,,,,\n"

@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.search.answer import answer, best_of_each, runner_up
 from shardwise.search.forecast import plan_job
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
-from shardwise.search.search import NEAR, SearchResult, _simplest_first, moving_parts, search
+from shardwise.search.search import NEAR, SearchResult, _simplest_first, complexity, search
 from shardwise.search.whole_run import to_hide
 from shardwise.units import GIB
 
@@ -149,11 +149,11 @@ def test_the_quickest_wins_and_a_simpler_one_that_is_nearly_as_quick_is_told_of(
     assert "the quickest of" in text
     assert f"{len(result.order):,}" in text
     near = [place for place in result.order if result.total[place] <= (1 + NEAR) * result.total[best]]
-    least = min(moving_parts(result.space.row(int(place))) for place in near)
+    least = min(complexity(result.space.row(int(place))) for place in near)
     sentences = [sentence for sentence in binding(config, result, best) if sentence.startswith("simpler: ")]
-    assert len(sentences) == int(least < moving_parts(row))
+    assert len(sentences) == int(least < complexity(row))
     for sentence in sentences:
-        other = next(int(place) for place in near if moving_parts(result.space.row(int(place))) == least)
+        other = next(int(place) for place in near if complexity(result.space.row(int(place))) == least)
         assert describe_layout(result.space.row(other)) in sentence
 
 
@@ -185,8 +185,8 @@ def test_parts_that_move_are_counted_one_by_one() -> None:
         "recompute": 1,
         "offload": 1,
     }.items():
-        assert moving_parts({**plain, name: value}) > moving_parts(plain)
-    stages = [moving_parts({**plain, "zero": zero}) for zero in range(4)]
+        assert complexity({**plain, name: value}) > complexity(plain)
+    stages = [complexity({**plain, "zero": zero}) for zero in range(4)]
     assert stages == sorted(set(stages))
 
 

@@ -24,7 +24,7 @@ from shardwise.cost.space import Array, Space, Workload, space_of
 from shardwise.cost.traffic import flows
 from shardwise.plans.schedule import rank_of_stage
 from shardwise.search.candidates import candidates
-from shardwise.search.search import play, workload_of
+from shardwise.search.search import simulate_pipelines, workload_of
 
 often = settings(
     max_examples=at_least(300, 30),
@@ -164,8 +164,8 @@ def test_no_step_is_shorter_than_its_busiest_link_is_busy(
     work = workload_of(config)
     least = least_seconds(work, space, cluster)
     found = predict(work, space, cluster)
-    played = play(work, space.take(slice(0, 8)), cluster).total
-    for total in (found.total, played):
+    simulated = simulate_pipelines(work, space.take(slice(0, 8)), cluster).total
+    for total in (found.total, simulated):
         short = np.flatnonzero(total < least[: len(total)] * (1 - 1e-9))
         assert not len(short), (space.row(int(short[0])), total[short[0]], least[short[0]])
 
@@ -174,7 +174,7 @@ def test_no_step_is_shorter_than_its_busiest_link_is_busy(
 @given(
     config=jobs(), cluster=clusters(), devices=st.sampled_from([2, 4, 6, 8, 16]), seed=st.integers(0, 2**32)
 )
-def test_no_pipeline_is_played_in_less_than_its_bound(
+def test_no_pipeline_is_simulated_in_less_than_its_bound(
     config: Config, cluster: Cluster, devices: int, seed: int
 ) -> None:
     space = candidates(config, devices, {}).space
@@ -182,9 +182,9 @@ def test_no_pipeline_is_played_in_less_than_its_bound(
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 12))
     bound = predict(workload_of(config), space, cluster).least
-    played = play(workload_of(config), space, cluster).total
-    low = np.flatnonzero(played < bound * (1 - 1e-9))
-    assert not len(low), (space.row(int(low[0])), played[low[0]], bound[low[0]])
+    simulated = simulate_pipelines(workload_of(config), space, cluster).total
+    low = np.flatnonzero(simulated < bound * (1 - 1e-9))
+    assert not len(low), (space.row(int(low[0])), simulated[low[0]], bound[low[0]])
 
 
 def test_on_a_slow_network_a_pipeline_takes_what_its_messages_do() -> None:

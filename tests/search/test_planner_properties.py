@@ -25,10 +25,9 @@ from shardwise.cost.space import RECOMPUTE, Space, space_of
 from shardwise.plans import choose
 from shardwise.plans.memory import state_bytes
 from shardwise.plans.schedule import make_schedule
-from shardwise.plans.timeline import play, prepare_schedule, simulate
+from shardwise.plans.timeline import prepare_schedule, simulate, simulate_times
 from shardwise.search.candidates import candidates, fixed_fields
-from shardwise.search.search import SearchResult, search, workload_of
-from shardwise.search.search import play as play_pipelines
+from shardwise.search.search import SearchResult, search, simulate_pipelines, workload_of
 
 few = settings(
     max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
@@ -170,7 +169,7 @@ def test_a_better_machine_never_slows_a_pipeline_that_is_played(
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 30))
     before, after = (
-        play_pipelines(workload_of(config), space, one).total
+        simulate_pipelines(workload_of(config), space, one).total
         for one in (cluster, _better(cluster, what, factor))
     )
     worse = np.flatnonzero(after > before * (1 + 1e-9))
@@ -341,14 +340,14 @@ def test_states_are_part_of_the_footprint_and_leave_the_device_when_offloaded() 
     per_rank=st.integers(2, 3),
     data=st.data(),
 )
-def test_playing_a_schedule_takes_what_simulating_it_does(
+def test_the_quick_simulation_gives_the_times_of_the_timeline(
     name: str, ranks: int, rounds: int, more: int, per_rank: int, data: Any
 ) -> None:
     schedule = make_schedule(name, ranks, ranks * rounds + more, per_rank if name == "interleaved" else None)
     stages = data.draw(st.lists(st.floats(0.1, 10), min_size=schedule.stages, max_size=schedule.stages))
     thirds = [cost / 3 for cost in stages]
     timeline = simulate(schedule, thirds, thirds, thirds)
-    makespan, busiest = play(prepare_schedule(schedule), stages)
+    makespan, busiest = simulate_times(prepare_schedule(schedule), stages)
     assert makespan == pytest.approx(timeline.makespan, rel=1e-12)
     assert busiest == pytest.approx(max(timeline.busy), rel=1e-12)
 
@@ -486,7 +485,7 @@ def test_nothing_that_fits_is_quicker_than_the_winner(config: Config, devices: i
         winning(result) <= float(result.prediction(int(place)).total[0]) * (1 + 1e-9) for place in others
     )
     assert float(result.prediction(best).total[0]) == pytest.approx(winning(result), rel=1e-12), (
-        "the winner was played through"
+        "the winner was simulated"
     )
 
 

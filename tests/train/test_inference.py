@@ -286,8 +286,8 @@ def test_a_model_of_prepared_data_has_their_tokenizer_and_never_that_of_bytes(
         assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step-1")
-    speech = load_checkpoint(checkpoint).speech
-    assert (speech.ends, speech.tokenizer.name) == ({257}, "shards/tokenizer.json")
+    text_format = load_checkpoint(checkpoint).text_format
+    assert (text_format.ends, text_format.tokenizer.name) == ({257}, "shards/tokenizer.json")
     export_checkpoint(checkpoint, tmp_path / "exported")
     assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (
         tmp_path / "told" / "tokenizer.json"

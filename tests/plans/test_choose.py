@@ -81,6 +81,8 @@ def test_what_would_help_a_model_that_is_too_large_is_only_what_does() -> None:
         said(1e6, devices=1, zero=3) == "more devices, or a smaller model"
     )  # one device has nothing to shard with
     assert said(1e6, {"state_dtype": "bfloat16"}, zero=3) == "more devices, or a smaller model"
+    for precision in ("float32", "float16", "float64"):  # which refuse states in bfloat16
+        assert said(needed[3] - 1, {"precision": precision}, zero=3) == "more devices, or a smaller model"
 
 
 @pytest.mark.parametrize(
