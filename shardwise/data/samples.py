@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardwise.data.batches import split_evenly
-from shardwise.data.dataset import DatasetSummary
 from shardwise.data.order import Order
 
 Collate = Callable[[list[Any]], Any]
@@ -41,10 +40,6 @@ class Samples:
     seed: int = 0
     """Seed of the order."""
 
-    streams: ClassVar[tuple[()]] = ()
-    held_out_count: ClassVar[int] = 0
-    """A program evaluates by itself."""
-
     @cached_property
     def order(self) -> Order:
         """Order of the samples."""
@@ -57,11 +52,6 @@ class Samples:
     def fingerprint(self, first: int) -> int:
         """Return a checksum of the sample at a place of the run."""
         return checksum([len(self.dataset), *self.indices(first, 1)])
-
-    def describe(self) -> DatasetSummary:
-        """Return the counts of the dataset."""
-        size = len(self.dataset)
-        return DatasetSummary(1, size, size, size, 0, "none", 0)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,11 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["held_out"]:
         newest = summary["held_out"][-1]
         yield "held-out loss", f"{_loss(newest['loss'])} at step {newest['step']}"
-    last = f"last step {_amount(speed['last'])}"
-    yield "speed", f"{_amount(speed['median'])} tokens/s ({last}){_samples(summary)}"
+    if speed["median"] is not None:
+        last = f"last step {_amount(speed['last'])}"
+        yield "speed", f"{_amount(speed['median'])} tokens/s ({last}){_samples(summary)}"
+    else:
+        yield "speed", _samples(summary).removeprefix(", ")
     yield "MFU", _mfu(summary)
     yield "peak memory", _memory(summary)
     yield from _communication(summary["communication"])
@@ -202,9 +205,10 @@ def _choices(summary: Summary) -> Iterator[tuple[str, str]]:
 def _progress(summary: Summary) -> str:
     planned = summary["planned_steps"]
     of = f" of {planned:,}" if planned and planned != summary["steps"] else ""
+    unit = "tokens" if summary["tokens_per_second"]["median"] is not None else "samples"
     return (
         f"{summary['steps']:,}{of} in {format_duration(summary['seconds'])}, "
-        f"{format_count(summary['tokens'])} tokens"
+        f"{format_count(summary['tokens'])} {unit}"
     )
 
 

@@ -205,8 +205,10 @@ def _experts(record: Record) -> str:
 
 
 def _speed(record: Record) -> str:
+    """Return the speed, without tokens if the samples are those of a program."""
+    tokens = record["tokens_per_second"]
     return (
-        f"{format_count(record['tokens_per_second'])} tokens/s  "
+        f"{'' if tokens is None else f'{format_count(tokens)} tokens/s  '}"
         f"{format_count(record['sequences_per_second'])} samples/s  "
         f"MFU {format_percent(record['mfu'])}  {format_bytes(record['memory_bytes'])}"
     )

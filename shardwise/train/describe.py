@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import Checkpoint, Model, context_attention
+from shardwise.config import Checkpoint, Config, brings_data, context_attention
 from shardwise.config.no_effect import idle_settings
 from shardwise.cost.device_peaks import peak_flops
+from shardwise.data.samples import Samples
 from shardwise.drivers.registry import driver_of
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
@@ -22,13 +23,10 @@ from shardwise.train.build import Training
 def describe_run(training: Training) -> dict[str, str]:
     """Return the lines of the header that a run prints, by name."""
     config, plan, device = training.config, training.plan, training.mesh.device
-    data = training.dataset.describe()
     return {
-        "model": f"{_named(config.model)}, {plan.parameters:,} parameters"
+        "model": f"{_named(config)}, {plan.parameters:,} parameters"
         + (f", {plan.frozen:,} frozen" if plan.frozen else ""),
-        "data": f"{counted(data.tokens, 'token')}, {counted(data.documents, 'document')}, "
-        f"{counted(data.held_out, 'sequence')} held out"
-        + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
+        "data": _data(training),
         **_devices(training),
         "precision": f"{_computed(plan.model)} computation{_emulated(plan.model, device)}"
         f"{_slow_products(plan, device)}, {_stored(plan.model)} weights and optimizer state, "
@@ -44,6 +42,18 @@ def describe_run(training: Training) -> dict[str, str]:
         **_without_effect(training),
         **_warning(training),
     }
+
+
+def _data(training: Training) -> str:
+    data = training.dataset
+    if isinstance(data, Samples):
+        return f"{counted(len(data.dataset), 'sample')} of {type(data.dataset).__name__}"
+    counts = data.describe()
+    return (
+        f"{counted(counts.tokens, 'token')}, {counted(counts.documents, 'document')}, "
+        f"{counted(counts.held_out, 'sequence')} held out"
+        + (f", {counts.cut:,} longer than a sequence and cut" if counts.cut else "")
+    )
 
 
 def _compiled(training: Training) -> str:
@@ -123,13 +133,17 @@ def _convention(training: Training) -> str:
     return plan.flop_convention + ("" if makers else f"; of the peak in {plan.cluster_file}")
 
 
-def _named(model: Model) -> str:
+def _named(config: Config) -> str:
+    model = config.model
+    if model.is_of_program:
+        return f"prepared by {config.run.program}"
     return model.module or model.preset or model.pretrained or "custom"
 
 
 def _devices(training: Training) -> dict[str, str]:
     config, plan, device = training.config, training.plan, training.mesh.device
-    batch = f"{counted(config.train.global_batch, 'sequence')} of {config.data.sequence_length}"
+    rows, length = config.train.global_batch, config.data.sequence_length
+    batch = counted(rows, "sample") if brings_data(config) else f"{counted(rows, 'sequence')} of {length}"
     lines = {
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),

@@ -15,7 +15,7 @@ from shardwise.checkpoint import read_manifest, set_aside
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_folder
 from shardwise.command_name import command_name
-from shardwise.config import to_toml
+from shardwise.config import brings_data, to_toml
 from shardwise.data import unigram_loss
 from shardwise.mesh import device_name
 from shardwise.observe import (
@@ -250,6 +250,8 @@ class RunReporter(Reporter):
         training, config = self.training, self.training.config
         # All tokens that were computed, with or without a loss.
         speed = config.train.global_batch * config.data.sequence_length / done.seconds
+        of_samples = brings_data(config)  # which are no tokens
+        world = training.mesh.worker.world
         efficiency = 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None
         return {
             "step": done.step,
@@ -258,10 +260,10 @@ class RunReporter(Reporter):
             "gradient_norm": done.gradient_norm,
             "learning_rate": done.learning_rate,
             "tokens": done.tokens,
-            "tokens_per_second": speed,
+            "tokens_per_second": None if of_samples else speed,
             "sequences_per_second": config.train.global_batch / done.seconds,
             "seconds": done.seconds,
-            "mfu": mfu(speed, training.plan.flops_per_token, training.mesh.worker.world, self.peak),
+            "mfu": None if of_samples else mfu(speed, training.plan.flops_per_token, world, self.peak),
             "memory_bytes": done.memory_bytes,
             "spans": done.spans,
             "data": done.data,
