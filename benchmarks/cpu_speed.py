@@ -1,11 +1,12 @@
 """Training speed on CPU workers, against hand-written torch loops in the same run.
 
-    python benchmarks/cpu_speed.py [--workers 2] [--steps 40] [--rounds 3]
+    python benchmarks/cpu_speed.py [--workers 2] [--steps 40] [--rounds 3] [--program]
 
 `shardwise train` is timed as a user runs it: data, metrics and progress included, from the fifth step to the
 last. The baselines are minimal loops around DistributedDataParallel and `fully_shard` for the same model,
 batch and data, with fused AdamW and clipping. Both are run in turn, so that a slow period of the machine
-affects both.
+affects both. With `--program`, a program (`program` below) trains the same model through the engine: its
+module, its loss and its dataset are what a user writes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import shardwise as sw
 from shardwise.config import Config, read
 from shardwise.data import Dataset
 from shardwise.models import Transformer, initialise
 
 JOB = "examples/quickstart.toml"
 WARM_UP = 5
+OF_PROGRAM = ("train.", "layout.", "checkpoint.")
+"""Tables of the job that a program does not replace."""
 
 
 def overrides(workers: int, steps: int, zero: int) -> list[str]:
@@ -41,22 +45,47 @@ def overrides(workers: int, steps: int, zero: int) -> list[str]:
     ]  # fmt: skip
 
 
-def ours(workers: int, steps: int, zero: int) -> float:
-    """Tokens a second of `shardwise train`."""
+class Windows:
+    """The training sequences of the job as a map-style dataset."""
+
+    def __init__(self, config: Config) -> None:
+        self.dataset = Dataset.open(config.data, config.train.seed)
+        self.count = self.dataset.describe().samples
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rows = self.dataset.sequences(index, 1)
+        return {"inputs": torch.from_numpy(rows.inputs[0]), "targets": torch.from_numpy(rows.targets[0])}
+
+
+def program(engine: sw.Engine) -> None:
+    """The same training through the engine."""
+    config = read(JOB, overrides(2, 40, 0))
+    engine.prepare(lambda: Transformer(config.model))
+    engine.optimizer("adamw", lr=1e-3)
+    for batch in engine.batches(Windows(config), global_batch=config.train.global_batch):
+        engine.forward_backward(sw.next_token_loss, batch)
+        engine.clip_grad_norm(1.0)
+        engine.optim_step()
+
+
+def ours(workers: int, steps: int, zero: int, by_program: bool) -> float:
+    """Tokens a second of `shardwise train`, or of the program."""
+    settings = overrides(workers, steps, zero)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "shardwise",
-            "train",
-            JOB,
-            *overrides(workers, steps, zero),
-            f"run.folder={folder}",
-        ]
-        _run(command)
+        words = ["train", JOB, *settings]
+        if by_program:
+            words = [
+                "run",
+                f"{__file__}:program",
+                *(each for each in settings if each.startswith(OF_PROGRAM)),
+            ]
+        _run([sys.executable, "-m", "shardwise", *words, f"run.folder={folder}"])
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    timed = lines[WARM_UP:]
-    return float(sum(line["tokens"] for line in timed) / (timed[-1]["time"] - lines[WARM_UP - 1]["time"]))
+    tokens = read(JOB, settings).train.global_batch * read(JOB, settings).data.sequence_length
+    return float((steps - WARM_UP) * tokens / (lines[-1]["time"] - lines[WARM_UP - 1]["time"]))
 
 
 def theirs(workers: int, steps: int, zero: int) -> float:
@@ -118,6 +147,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--program", action="store_true", help="train through the engine of the library")
     parser.add_argument("--baseline", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.baseline is not None:
@@ -126,9 +156,8 @@ def main() -> None:
     for name, zero in (("DDP loop", 0), ("fully_shard loop", 3)):
         pairs = []
         for _ in range(options.rounds):
-            pairs.append(
-                (ours(options.workers, options.steps, zero), theirs(options.workers, options.steps, zero))
-            )
+            mine = ours(options.workers, options.steps, zero, options.program)
+            pairs.append((mine, theirs(options.workers, options.steps, zero)))
             print(
                 f"zero {zero}: shardwise {pairs[-1][0]:,.0f} tokens/s, {name} {pairs[-1][1]:,.0f}",
                 file=sys.stderr,
@@ -137,6 +166,7 @@ def main() -> None:
         result = {
             "zero": zero,
             "workers": options.workers,
+            "program": options.program,
             "shardwise": mine,
             "baseline": name,
             "baseline_speed": other,
