@@ -25,8 +25,7 @@ def address_of(program: Callable[[Any], object]) -> str:
     if not callable(program):
         raise UserError(
             f"a {type(program).__name__} is no program; give a function of an engine, a Job, or the path of "
-            f"a "
-            "job file"
+            "a job file"
         )
     name, file = getattr(program, "__qualname__", ""), _file_of(program)
     if name.isidentifier() and file is not None and file.suffix == ".py":
@@ -55,8 +54,7 @@ def _written(program: Callable[[Any], object]) -> Path:
     except Exception as error:
         raise UserError(
             f"{getattr(program, '__qualname__', program)}: cannot be sent to workers: {error}. Put the "
-            f"program at "
-            "the top of a file, or let it make what cannot be sent"
+            "program at the top of a file, or let it make what cannot be sent"
         ) from error
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{hashlib.sha256(content).hexdigest()[:16]}.pkl"

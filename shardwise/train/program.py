@@ -180,11 +180,12 @@ class Program:
         ):
             raise UserError(
                 f"engine.batches: {type(samples.dataset).__name__} has no __len__ and __getitem__; give a "
-                f"map-style "
-                "dataset, whose samples can be read in any order"
+                "map-style dataset, whose samples can be read in any order"
             )
         if global_batch is not None:
             self.request.train["global_batch"] = global_batch
+        if samples is not None:
+            samples = replace(samples, seed=self.config.train.seed)
         self.request.samples, self.request.steps, self.request.epochs = samples, steps, epochs
         return self._batches()
 
@@ -203,8 +204,7 @@ class Program:
         if not self._loop_begun:
             raise UserError(
                 f"{self.address}: the program ended before its first batch; call engine.prepare(...), then "
-                f"loop "
-                "over engine.batches(...)"
+                "loop over engine.batches(...)"
             )
         if not self.request.prepared:
             raise UserError(
@@ -237,8 +237,8 @@ class Program:
         if size < global_batch:
             raise UserError(
                 f"engine.batches: the dataset has {counted(size, 'sample')}, fewer than a global batch of "
-                f"{global_batch}; give a smaller global_batch, or steps=… to read samples several times in "
-                f"a step"
+                f"{global_batch}; give a smaller global_batch, or steps=… to read samples several times in a "
+                "step"
             )
         return max(1, math.floor((request.epochs or 1.0) * size / global_batch))
 
@@ -314,8 +314,7 @@ class Program:
         except Exception as error:
             raise UserError(
                 f"engine.state: cannot be saved: {str(error).splitlines()[0]}; keep numbers, texts, "
-                f"tensors, and "
-                "lists and dictionaries of them"
+                "tensors, and lists and dictionaries of them"
             ) from None
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
@@ -390,8 +389,7 @@ class Program:
         if self._drawn is not None:
             raise UserError(
                 f"step {training.step + 1}: engine.forward_backward was called twice. A step has one batch; "
-                f"return "
-                "several losses as a dictionary, and call engine.optim_step() between two batches"
+                "return several losses as a dictionary, and call engine.optim_step() between two batches"
             )
         if batch is not self._batch:
             raise UserError(f"step {training.step + 1}: engine.forward_backward got a batch of another step")
