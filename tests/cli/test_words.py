@@ -76,7 +76,7 @@ def test_help_shows_descriptions_whole_and_train_among_the_first() -> None:
     assert "..." not in listed
     assert "weights after a few steps." in " ".join(listed.split())
     names = [line.split()[0] for line in listed.splitlines() if line[:2] == "  " and line[2:3].strip()]
-    assert names[:6] == ["new", "train", "report", "generate", "plan", "verify"]
+    assert names[:6] == ["new", "train", "run", "report", "generate", "plan"]
     assert "..." not in CliRunner().invoke(app, ["checkpoint", "--help"]).output.partition("Commands:")[2]
 
 

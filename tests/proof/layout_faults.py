@@ -124,22 +124,13 @@ def optimizer_skips_decay(replace: Replace) -> None:
     _change_training(replace, change)
 
 
-class LaterRows:
-    """A data set that from step 2 on gives the rows of the step after."""
-
-    def __init__(self, dataset: Any, batch: int) -> None:
-        self.honest, self.batch = dataset, batch
-
-    def sequences(self, first: int, count: int) -> Any:
-        return self.honest.sequences(first + self.batch * (first >= self.batch), count)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.honest, name)
-
-
 def other_rows_from_step_2(replace: Replace) -> None:
+    """From step 2 on the data set gives the rows of the step after."""
+
     def change(training: Training) -> None:
-        training.dataset = LaterRows(training.dataset, training.config.train.global_batch)
+        honest, batch = training.text.sequences, training.config.train.global_batch
+        later = lambda first, count: honest(first + batch * (first >= batch), count)  # noqa: E731
+        object.__setattr__(training.text, "sequences", later)
 
     _change_training(replace, change)
 
@@ -177,8 +168,8 @@ def block_left_out_from_step_2(replace: Replace) -> None:
 def _change_training(replace: Replace, change: Callable[[Training], None]) -> None:
     honest = compare_layout.build
 
-    def build(*arguments: Any) -> Training:
-        training = honest(*arguments)
+    def build(*arguments: Any, **named: Any) -> Training:
+        training = honest(*arguments, **named)
         change(training)
         return training
 
