@@ -10,6 +10,7 @@ here yields the indices of one micro-batch after the other, without end.
 
 from __future__ import annotations
 
+import multiprocessing
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,16 @@ class SampleReader(Iterator[list[MicroBatch]]):
     ) -> None:
         self._samples, self._global_batch, self._rows = samples, global_batch, rows
         self._micro_batches, self._device, self._seen, self._dtype = micro_batches, device, seen, dtype
+        if samples.workers:
+            # A worker is a daemon of its host, and Python lets a daemon start no processes. Those of the
+            # loader are daemons too, and end when they see that this process has ended.
+            multiprocessing.current_process().daemon = False
         loader: DataLoader[Any] = DataLoader(
             samples.dataset,
             batch_sampler=_Sampler(self.indices_of_batches),
             collate_fn=samples.collate,
             num_workers=samples.workers,
+            multiprocessing_context="fork" if samples.workers else None,  # a dataset may be in no module
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # so that torch's own generator stays as it is
         )

@@ -74,6 +74,11 @@ def trains(engine: sw.Engine, function: Any = loss, make: Callable[[], nn.Module
         engine.optim_step()
 
 
+def reads_ahead(engine: sw.Engine) -> None:
+    """Two processes read the samples."""
+    trains(engine, workers=2)
+
+
 def named_losses(engine: sw.Engine) -> None:
     trains(engine, two_losses)
 

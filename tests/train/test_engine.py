@@ -124,6 +124,15 @@ def test_a_program_trains_what_a_loop_in_plain_torch_trains(
             torch.testing.assert_close(found[name], weight, rtol=1e-11, atol=1e-13, msg=name)
 
 
+def test_processes_that_read_ahead_change_nothing(tmp_path: Path) -> None:
+    losses = []
+    for name in ("trains", "reads_ahead"):
+        run = {"folder": str(tmp_path / name), "device": "cpu"}
+        done = sw.launch(f"{PROGRAMS}:{name}", workers=2, layout={"data": 2}, run=run)
+        losses.append([(step["loss"], step["data"]) for step in done.metrics])
+    assert losses[0] == losses[1]
+
+
 def test_losses_by_name_are_added_and_recorded_as_means(ranks: Any) -> None:
     for done, _ in ranks(2).run(trained, tables_of("named_losses", layout={"data": 2})):
         for step in done:
