@@ -10,8 +10,10 @@ here yields the indices of one micro-batch after the other, without end.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,13 +131,16 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(values, Tensor):
         wide = dtype == torch.float64 and values.is_floating_point()
         return values.to(device, dtype if wide else values.dtype, non_blocking=True)
-    if isinstance(values, dict):
-        return {key: to_device(value, device, dtype) for key, value in values.items()}
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        fields = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+        return dataclasses.replace(values, **to_device(fields, device, dtype))
+    if type(values) in (dict, OrderedDict):
+        return type(values)((key, to_device(value, device, dtype)) for key, value in values.items())
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*(to_device(value, device, dtype) for value in values))
     if isinstance(values, list | tuple):
         return type(values)(to_device(value, device, dtype) for value in values)
-    return values
+    return values.to(device) if hasattr(values, "to") else values
 
 
 class _Sampler:

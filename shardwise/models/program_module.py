@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ def build_program_module() -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(
             f"engine.prepare: the function returned {_described(module)}; it must return a torch.nn.Module"
+        )
+    if odd := [name for name, weight in module.named_parameters() if weight.is_complex()]:
+        raise UserError(
+            f"engine.prepare: the weight {odd[0]} is complex, and weights are real numbers; keep its real "
+            f"and "
+            "imaginary part in two"
         )
     return module
 
@@ -173,7 +180,7 @@ def _checked_items(items: object, name: str) -> Tensor | float:
     """Return the number of items, a tensor without waiting for its value."""
     if isinstance(items, Tensor) and items.ndim == 0:
         return items.detach().double()
-    if isinstance(items, int | float) and not isinstance(items, bool) and 0 <= items < math.inf:
+    if isinstance(items, Real) and not isinstance(items, bool) and 0 <= float(items) < math.inf:
         return float(items)
     raise UserError(f"{name} returned {_described(items)} as the number of items. {WHAT_TO_RETURN}")
 

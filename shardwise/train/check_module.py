@@ -128,6 +128,14 @@ def _parameters(model: nn.Module, table: Sharding, config: Config, layout: Layou
         yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {reason}"
     if frozen:
         yield from driver_of(config).problems_of_frozen(name, frozen[0])
+    scalars = [path for path, parameter in model.named_parameters() if not parameter.ndim]
+    if scalars and layout.zero:
+        yield (
+            f"layout.zero = {layout.zero}: {name}: {scalars[0]} is a parameter without a dim, which cannot "
+            f"be "
+            "sharded; give it one element in one dim, as in nn.Parameter(torch.ones(1)), or use layout.zero "
+            "= 0"
+        )
     if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
         dtype = model.get_parameter(odd[0]).dtype
         yield (

@@ -71,6 +71,14 @@ def _report_difference(
     first = min(wrong, key=lambda key: names[key])
     groups = sorted(wrong[first], key=len)
     others = f" ({len(wrong) - 1} other slices differ too)" if len(wrong) > 1 else ""
+    if not names[first].endswith(("]", ")")):
+        raise RunFailed(
+            f"step {training.step + 1}: the buffer {names[first]} differs between rank {_listed(groups[0])} "
+            f"and "
+            f"rank {_listed(groups[-1])}: it is computed from the samples of one device, so each layout "
+            f"would "
+            "train something else. Leave it out, or keep such numbers in engine.state"
+        )
     raise RunFailed(
         f"step {training.step + 1}: copies of {names[first]} differ: rank {_listed(groups[0])} holds other "
         f"bits than rank {_listed(groups[-1])}{others}. Nothing was saved since. Prove the layout with "

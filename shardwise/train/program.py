@@ -14,7 +14,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import IGNORED, LossCall, LossSums, attention_backends, use_factory
 from shardwise.models.program_module import LossFunction
 from shardwise.models.torch_dtypes import DTYPES
-from shardwise.optimizers import from_table
+from shardwise.optimizers import BUILT_IN, from_table
 from shardwise.plurals import counted
 from shardwise.section import Section
 from shardwise.train.check_loss import check_program_loss
@@ -135,6 +137,8 @@ class Program:
         self._reader: SampleReader | RankRows | None = None
         self._ahead: StepBatch | None = None
         self._finished, self._calls = False, 0
+        self._names: tuple[str, ...] = ()
+        """Names of the losses of the step before."""
         self._turns = Turns(lambda: run(self))
 
     # What a program says first
@@ -142,6 +146,11 @@ class Program:
     def prepare(self, make: Callable[[], nn.Module] | None, sharding: object) -> None:
         """Let `make` make the model, with a sharding table or none."""
         self._only_before_batches("prepare")
+        if isinstance(make, nn.Module) or (make is not None and not callable(make)):
+            raise UserError(
+                f"engine.prepare: got a {type(make).__name__}; give the function that makes the model, as in "
+                "engine.prepare(make_model) or engine.prepare(lambda: Model(64))"
+            )
         own = self.config.model.is_of_program
         if own and make is None:
             raise UserError(
@@ -160,6 +169,8 @@ class Program:
     def choose_optimizer(self, name: str, lr: float | None, settings: Mapping[str, object]) -> None:
         """Use this optimizer, with this peak learning rate."""
         self._only_before_batches("optimizer")
+        if not isinstance(name, str):
+            raise UserError(f"engine.optimizer: give its name, one of {', '.join(BUILT_IN)}, not {name!r}")
         self.request.optimizer = {"name": name, **settings}
         if lr is not None:
             self.request.train["learning_rate"] = lr
@@ -217,7 +228,7 @@ class Program:
         config, request = self.config, self.request
         update: dict[str, Any] = {}
         if request.optimizer is not None and not config.optimizer.model_fields_set:
-            update["optimizer"] = from_table(request.optimizer)
+            update["optimizer"] = _optimizer(request.optimizer)
         if request.samples is not None:
             update["data"] = _updated(config.data, {"sequence_length": 1, "held_out": 0.0})
         given = config.train.model_fields_set
@@ -294,13 +305,13 @@ class Program:
         keeps in `engine.state` then belongs to the step. Return the numbers that it records with the step."""
         self.asks_to_save = False
         numbers = {
-            "items": float(done.tokens),
             "loss": done.loss,
             "gradient_norm": done.gradient_norm,
             "learning_rate": done.learning_rate,
             "seconds": done.seconds,
         }
-        self._metrics.fill({**numbers, **done.losses, "loss": done.loss})
+        items = done.losses.get("items", float(done.tokens))
+        self._metrics.fill({**done.losses, **numbers, "items": items})
         self._drawn = self._batch = None
         self._resume()
         return self.take_logged()
@@ -418,10 +429,26 @@ class Program:
         factor = torch.tensor(training.scale.value / rows, dtype=dtype, device=training.mesh.device)
         with training.comm.clock.span("forward_backward"), attention_backends(training.mesh.device.type):
             total = training.parallel.forward_backward(calls, factor) / rows
+        names = tuple(sorted(sums.parts))
+        self._check_names(names)
         items = torch.as_tensor(sums.items, dtype=torch.float64, device=training.mesh.device)
-        numbers = torch.stack([items, *sums.parts.values()]) / rows
+        numbers = torch.stack([items, *(sums.parts[name] for name in names)]) / rows
         tokens = torch.tensor(float(rows), device=training.mesh.device)
-        return Drawn(total, tokens, self._checksum(batch), program=ProgramSums(tuple(sums.parts), numbers))
+        return Drawn(total, tokens, self._checksum(batch), program=ProgramSums(names, numbers))
+
+    def _check_names(self, names: tuple[str, ...]) -> None:
+        """Raise if the ranks have losses of other names, whose sums would be mixed up."""
+        if names == self._names:
+            return
+        training, self._names = self.present(), names
+        point = f"losses {training.step} {names}"
+        if training.mesh.missing_at(point, AGREE_SECONDS):
+            raise UserError(
+                f"step {training.step + 1}: the loss function returned {', '.join(names)} on worker "
+                f"{training.mesh.worker.rank}, and other names on another one. Return the same names for "
+                f"every "
+                "batch, with a loss of 0 * … where one does not apply"
+            )
 
     def _computed_by_job(self, batch: StepBatch) -> Drawn:
         """Compute the gradients of the job's model and data, as a run without a program does."""
@@ -477,6 +504,8 @@ class Program:
             raise UserError(
                 "engine.evaluate: is for a model that engine.prepare makes; set train.evaluate_every"
             )
+        if not len(samples.dataset):
+            raise UserError("engine.evaluate: the dataset is empty")
         self._agree("engine.evaluate")
         if self.link is not None:
             self.link.progress("evaluate", training.step)
@@ -486,14 +515,16 @@ class Program:
                 own = LossSums()
                 training.parallel.loss(LossCall(function, values, 0, own))
                 sums.add({name: part * weight for name, part in own.parts.items()}, own.items * weight)
+        names = sorted(sums.parts)
+        self._agree(f"engine.evaluate with results {', '.join(names)}")
         items = torch.as_tensor(sums.items, dtype=torch.float64, device=training.mesh.device)
-        numbers = training.comm.sum_over_data(torch.stack([items, *sums.parts.values()]))
+        numbers = training.comm.sum_over_data(torch.stack([items, *(sums.parts[name] for name in names)]))
         total, *means = numbers.tolist()
         training.comm.ledger.take()  # the next step does not count this time
         training.comm.clock.restart()
         if self.link is not None:
             self.link.progress("step", training.step)
-        return {name: mean / (total or 1.0) for name, mean in zip(sums.parts, means, strict=True)}
+        return {name: mean / (total or 1.0) for name, mean in zip(names, means, strict=True)}
 
     def _parts_of(self, samples: Samples) -> Iterator[tuple[Any, float]]:
         """Yield this device's batches of a dataset, with weight 1; and with weight 0 as many more as another
@@ -535,11 +566,17 @@ class Program:
         training = self.present()
         self._agree("engine.export")
         tensors = {}
-        for name, tensor in (*training.parallel.named_parameters(), *training.parallel.named_buffers()):
+        named = [
+            each
+            for part in training.parallel.parts
+            for each in part.model.named_parameters(remove_duplicate=False)
+        ]
+        for name, tensor in (*named, *training.parallel.named_buffers()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if training.mesh.is_main:
                 tensors[name] = whole.detach().cpu().contiguous().clone()
         if training.mesh.is_main:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, path)
 
 
@@ -561,8 +598,21 @@ def _values(part: MicroBatch | Batch) -> Any:
 def _updated(table: Section, values: Mapping[str, Any]) -> Any:
     """Return a table of the job with these values, checked."""
     given = {key: getattr(table, key) for key in table.model_fields_set}
-    try:
+    with _checked():
         return type(table).model_validate({**given, **values})
+
+
+def _optimizer(table: Mapping[str, object]) -> Any:
+    """Return the optimizer that a program asks for, checked."""
+    with _checked():
+        return from_table(dict(table))
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """Raise what is wrong with a table as messages."""
+    try:
+        yield
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError("what the program asks for", problems) from None

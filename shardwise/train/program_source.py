@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shardwise.config import Config
 from shardwise.config.module_file import PICKLED, load_file, locate
 from shardwise.errors import UserError
+from shardwise.resilience.user_code import trace_of_user_code
 from shardwise.train.engine import Engine
 from shardwise.train.program import Program
 
@@ -34,8 +35,16 @@ def make_program(config: Config) -> Program:
 def described(config: Config) -> Config:
     """Return the job with what its program asks for; the job itself if it has no program. This runs the
     program up to its first batch."""
-    with begun(config) as program:
-        return config if program is None else program.filled()
+    try:
+        with begun(config) as program:
+            return config if program is None else program.filled()
+    except UserError:
+        raise
+    except Exception as error:
+        told = trace_of_user_code(error).rstrip()
+        raise UserError(
+            f"{config.run.program}: the program failed before its first batch:\n{told}"
+        ) from error
 
 
 @contextmanager

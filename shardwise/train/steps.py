@@ -94,8 +94,8 @@ def steps(
                 # Groups that train independently may exchange weights now.
                 training.rank_driver.after_update(training, shared[VOTES], again)
             float8.begin_step()  # the next step's scales, while the device has work
-            if checked:
-                check_copies(training)
+            if checked or (recorder.last is None and training.program is not None):
+                check_copies(training)  # in a program's first step: do buffers depend on a device's samples?
 
             # Prepare the next rows while the device works; then wait for it, once, and record the step.
             queued = QueuedNumbers(

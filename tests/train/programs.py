@@ -163,6 +163,114 @@ def uses_no_weight(engine: sw.Engine) -> None:
     trains(engine, lambda model, batch: (torch.tensor(1.0), 3))
 
 
+def prepares_an_instance(engine: sw.Engine) -> None:
+    trains(engine, make=Net())
+
+
+class Complex(Net):
+    """Has a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+
+def has_a_complex_weight(engine: sw.Engine) -> None:
+    trains(engine, make=Complex)
+
+
+class Drifting(Net):
+    """Counts the mean of its inputs while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return super().forward(x)
+
+
+def plainly(engine: sw.Engine, make: Callable[[], nn.Module], function: Any = loss) -> None:
+    """A loop without a table."""
+    engine.prepare(make)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(function, batch)
+        engine.optim_step()
+
+
+def has_a_buffer_of_its_samples(engine: sw.Engine) -> None:
+    plainly(engine, Drifting)
+
+
+class Scaled(Net):
+    """Has a scalar weight, as CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+def has_a_scalar(engine: sw.Engine) -> None:
+    plainly(engine, Scaled)
+
+
+def misspells_a_setting(engine: sw.Engine) -> None:
+    engine.optimizer("adamw", lr=1e-3, wd=0.1)
+    plainly(engine, Net)
+
+
+def names_a_class(engine: sw.Engine) -> None:
+    engine.optimizer(torch.optim.SGD)  # type: ignore[arg-type]
+
+
+def fails_at_once(engine: sw.Engine) -> None:
+    raise KeyError("data")
+
+
+def evaluates_nothing(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        engine.evaluate(loss, [])
+
+
+def returns_names_in_another_order(engine: sw.Engine) -> None:
+    """Each rank names its losses in an order of its own."""
+
+    def named(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        losses, items = two_losses(model, batch)
+        return (losses if engine.rank else dict(reversed(losses.items()))), items
+
+    trains(engine, named)
+
+
+def returns_other_names_on_one_rank(engine: sw.Engine) -> None:
+    def named(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        losses, items = two_losses(model, batch)
+        return (losses if engine.rank else {"fit": losses["fit"]}), items
+
+    trains(engine, named)
+
+
+def needs_gradients_in_its_loss(engine: sw.Engine) -> None:
+    """A penalty on the gradient of the inputs."""
+
+    def penalised(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        x = batch["x"].clone().requires_grad_()
+        logits = model(x)
+        (gradient,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        fit = F.cross_entropy(logits, batch["y"], reduction="sum")
+        return fit + gradient.square().sum(), len(batch["y"])
+
+    trains(engine, penalised)
+
+
 def has_few_samples(engine: sw.Engine) -> None:
     engine.prepare(Net)
     for _ in engine.batches(Points(5), global_batch=BATCH):

@@ -218,6 +218,12 @@ MISTAKES = {
     "prepares_nothing": "the program has no model; call engine.prepare",
     "prepares_no_module": r"engine.prepare: the function returned a dict; it must return a torch.nn.Module",
     "has_samples_in_a_generator": "generator has no __len__ and __getitem__; give a map-style dataset",
+    "prepares_an_instance": "engine.prepare: got a Net; give the function that makes the model",
+    "has_a_complex_weight": "the weight phase is complex, and weights are real numbers",
+    "misspells_a_setting": "what the program asks for has 1 problem.*wd: Extra inputs are not permitted",
+    "names_a_class": "engine.optimizer: give its name, one of adamw",
+    "fails_at_once": "the program failed before its first batch:.*KeyError: 'data'",
+    "evaluates_nothing": "engine.evaluate: the dataset is empty",
     "goes_on_after_the_end": "engine.forward_backward got a batch of another step",
 }
 
@@ -226,6 +232,43 @@ MISTAKES = {
 def test_a_mistake_in_a_program_gets_one_message(program: str) -> None:
     with pytest.raises(UserError, match=f"(?s){MISTAKES[program]}"):
         trained(ALONE, tables_of(program, train={"precision": "float32"}))
+
+
+def test_a_buffer_of_the_samples_of_one_device_is_refused(ranks: Any) -> None:
+    with pytest.raises(AssertionError, match="the buffer mean differs between rank 0 and rank 1"):
+        ranks(2).run(trained, tables_of("has_a_buffer_of_its_samples", layout={"data": 2}))
+
+
+def test_a_scalar_weight_is_refused_with_zero_alone(ranks: Any) -> None:
+    with pytest.raises(UserError, match="scale is a parameter without a dim, which cannot be sharded"):
+        sw.verify(f"{PROGRAMS}:has_a_scalar", steps=1, layout={"data": 2, "zero": 3})
+    ranks(2).run(trained, tables_of("has_a_scalar", layout={"data": 2, "zero": 0}))
+
+
+def test_losses_are_summed_by_name_in_whatever_order_a_rank_has_them(ranks: Any) -> None:
+    right, swapped = (
+        ranks(2).run(trained, tables_of(name, layout={"data": 2}))
+        for name in ("named_losses", "returns_names_in_another_order")
+    )
+    for done, found in zip(right[0][0], swapped[0][0], strict=True):
+        assert found.losses == pytest.approx(done.losses, rel=1e-12)
+
+
+@pytest.mark.full  # it waits for half a minute
+def test_other_names_of_losses_on_one_rank_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the loss function returned fit(, small)? on worker [01], and"):
+        sw.launch(
+            f"{PROGRAMS}:returns_other_names_on_one_rank",
+            workers=2,
+            layout={"data": 2},
+            run=folder_in(tmp_path),
+        )
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"data": 2, "zero": 3}], ids=str)
+def test_a_loss_may_use_gradients(layout: dict[str, int]) -> None:
+    proof = sw.verify(f"{PROGRAMS}:needs_gradients_in_its_loss", steps=2, layout=layout)
+    assert proof.passes, proof
 
 
 def test_a_state_that_cannot_be_saved_is_refused_with_the_first_save(tmp_path: Path) -> None:
