@@ -129,6 +129,11 @@ def within_limits(peak: Array, host: Array, cluster: Cluster, margin: float, dev
 
 def check_countable(config: Config) -> None:
     """Refuse a job that the planner cannot handle on any cluster."""
+    if config.model.is_of_program:
+        raise UserError(
+            "run.program: the planner knows the transformer of [model] and cannot count the model of a "
+            "program; choose a [layout] yourself, and prove it with verify"
+        )
     if config.model.module is not None:
         raise UserError(
             "model.module: the planner knows the transformer of [model] and cannot count a module of your "

@@ -284,9 +284,10 @@ def test_a_state_that_cannot_be_saved_is_refused_with_the_first_save(tmp_path: P
             "returned on worker 1 after step 2 of 6. Every worker has to",
         ),
         ("raises_on_one_rank", "programs.py, line [0-9]+, in raises_on_one_rank: KeyError: 'lost sample'"),
-        (
+        pytest.param(
             "evaluates_on_one_rank",
             "worker 1 called engine.evaluate after step 1, and 1 worker did not",
+            marks=pytest.mark.full,  # it waits for half a minute
         ),
     ],
 )
@@ -388,6 +389,11 @@ def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=re.escape(f"layout.{axis} = 2") + f".*{why}"):
             sw.verify(f"{PROGRAMS}:trains", layout={axis: 2, "data": 1})
+
+
+def test_the_planner_says_that_it_cannot_count_a_program() -> None:
+    with pytest.raises(UserError, match="run.program: the planner .* cannot count the model of a program"):
+        sw.plan(f"{PROGRAMS}:trains", cluster="h100x8")
 
 
 def test_a_function_inside_of_another_is_sent_to_the_workers(tmp_path: Path) -> None:
