@@ -392,7 +392,7 @@ def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_planner_says_that_it_cannot_count_a_program() -> None:
-    with pytest.raises(UserError, match="run.program: the planner .* cannot count the model of a program"):
+    with pytest.raises(UserError, match=r"run.program: the planner .* cannot count the model of a program"):
         sw.plan(f"{PROGRAMS}:trains", cluster="h100x8")
 
 
