@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,6 +138,43 @@ def of_the_job(engine: sw.Engine) -> None:
     for batch in engine.batches():
         engine.forward_backward(sw.next_token_loss, batch)
         engine.clip_grad_norm(1.0)
+        engine.optim_step()
+
+
+@dataclass
+class Batch:
+    """A batch as an object of its own."""
+
+    x: Tensor
+    y: Tensor
+    names: list[str]
+
+
+class Tied(nn.Module):
+    """Two layers with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(F.gelu(self.inner(x)))
+
+
+def ties_weights(engine: sw.Engine) -> None:
+    """Its batches are dataclasses."""
+
+    def collate(samples: list[dict[str, Tensor]]) -> Batch:
+        x, y = (torch.stack([sample[key] for sample in samples]) for key in ("x", "y"))
+        return Batch(x, y, ["point"] * len(samples))
+
+    def fit(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        return F.cross_entropy(model(batch.x), batch.y, reduction="sum"), len(batch.names)
+
+    engine.prepare(Tied)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS, collate=collate):
+        engine.forward_backward(fit, batch)
         engine.optim_step()
 
 

@@ -19,7 +19,7 @@ from ranks.jobs import ALONE, Tables, put_together
 from ranks.pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from train.programs import BATCH, STEPS, Net, Points, loss
+from train.programs import BATCH, STEPS, Net, Points, Tied, loss
 
 import shardwise as sw
 from shardwise.checkpoint.state_key import StateKey
@@ -380,6 +380,22 @@ def test_weights_leave_as_a_file_and_evaluation_is_that_of_the_whole_dataset(
         assert rank["names"] == sorted(name for name, _ in model.named_parameters())
         for name, weight in model.named_parameters():
             torch.testing.assert_close(rank["weights"][name], weight.detach(), rtol=0, atol=0)
+
+
+def exported(worker: Worker, tables: Tables, path: str) -> None:
+    training, program = begin(worker, tables)
+    source = training.rank_driver.source(training)
+    list(steps(training, source=source))
+    program.export(path)
+    source.close()
+
+
+def test_a_tied_weight_leaves_under_each_of_its_names(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "new" / "weights.safetensors")
+    ranks(2).run(exported, tables_of("ties_weights", layout={"data": 2, "zero": 3}), path)
+    model = Tied().double()
+    model.load_state_dict(load_file(path))
+    assert model.outer.weight is model.inner.weight
 
 
 def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
