@@ -275,7 +275,11 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
 def construct_weights(parallel: ParallelModel, seed: int) -> None:
     """Give weights and buffers the values that the constructor of a program's module gives them: on any
     layout those of `torch.manual_seed(seed)` and the constructor on one device. For that, each process has
-    the whole model in host memory for a moment."""
+    the whole model in host memory for a moment. Our own transformer is drawn, because its constructor gives
+    no values."""
+    if any(isinstance(part.model, Transformer) for part in parallel.parts):
+        draw_weights(parallel, seed)
+        return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = build_program_module()

@@ -24,6 +24,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import (
     MixtureOfExperts,
     Sharding,
+    Transformer,
     build_user_module,
     check_first_value,
     count_items,
@@ -209,6 +210,8 @@ def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
         yield from problems_without_table(name, layout)
     paths = [path for path, _ in model.named_modules()]
     patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
+    if isinstance(model, Transformer):
+        patterns = []  # the table of our own names what only some models have
     for pattern in patterns:
         if not any(matches(pattern, path) for path in paths):
             yield (

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.config import Model
+from shardwise.models import Transformer
 
 TABLE = sw.Sharding(
     modules={"first": sw.columns(24), "second": sw.rows(24), "norm": sw.whole(), "last": sw.whole()},
@@ -175,6 +177,25 @@ def ties_weights(engine: sw.Engine) -> None:
     engine.prepare(Tied)
     for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS, collate=collate):
         engine.forward_backward(fit, batch)
+        engine.optim_step()
+
+
+class Tokens:
+    """Random sequences of tokens."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.randint(257, (17,), generator=torch.Generator().manual_seed(index))
+        return {"inputs": drawn[:-1], "targets": drawn[1:]}
+
+
+def makes_our_transformer(engine: sw.Engine) -> None:
+    """The built-in model as a module of the program."""
+    engine.prepare(lambda: Transformer(Model()))
+    for batch in engine.batches(Tokens(), global_batch=4, steps=STEPS):
+        engine.forward_backward(sw.next_token_loss, batch)
         engine.optim_step()
 
 

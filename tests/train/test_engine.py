@@ -154,6 +154,11 @@ def test_a_loss_may_use_methods_parts_and_weights_of_a_model_in_any_way(layout: 
     assert proof.passes, proof
 
 
+def test_our_transformer_can_be_the_module_of_a_program() -> None:
+    layout = {"tensor": 2, "data": 2, "zero": 3}
+    assert sw.verify(f"{PROGRAMS}:makes_our_transformer", steps=2, layout=layout).passes
+
+
 def test_a_table_that_names_no_module_is_refused(tmp_path: Path) -> None:
     text = PROGRAMS.read_text().replace('"norm": sw.whole()', '"none": sw.whole()')
     (tmp_path / "wrong.py").write_text(text)
