@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from shardwise.train.sources import RankRows
     from shardwise.train.step_gradients import Drawn
 
-EXAMPLE = "train.py:program"
 AGREE_SECONDS = 30.0
 """How long a worker waits for the others to make a call that all have to make."""
 
@@ -272,7 +271,7 @@ class Program:
             dtype=DTYPES[plan.model.dtypes.compute],
         )
 
-    def next_gradients(self) -> Drawn | None:
+    def next_gradients(self) -> Drawn:
         """Let the program compute the gradients of the next step, and return them."""
         self._resume()
         assert self._drawn is not None, "the program waits in optim_step"
@@ -378,8 +377,7 @@ class Program:
             if self._batch is not None:
                 raise UserError(
                     f"step {training.step + 1}: the program asked for another batch before it used this "
-                    f"one; call "
-                    "engine.forward_backward(loss, batch) and engine.optim_step() for every batch"
+                    "one; call engine.forward_backward(loss, batch) and engine.optim_step() for every batch"
                 )
             self._turns.wait()
 
@@ -446,8 +444,7 @@ class Program:
             raise UserError(
                 f"step {training.step + 1}: the loss function returned {', '.join(names)} on worker "
                 f"{training.mesh.worker.rank}, and other names on another one. Return the same names for "
-                f"every "
-                "batch, with a loss of 0 * … where one does not apply"
+                "every batch, with a loss of 0 * … where one does not apply"
             )
 
     def _computed_by_job(self, batch: StepBatch) -> Drawn:

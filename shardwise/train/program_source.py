@@ -84,8 +84,8 @@ def _unpickled(where: str, path: Path) -> Callable[[Engine], object]:
     import cloudpickle
 
     try:
-        is_own = path.stat().st_uid == os.getuid()
         with path.open("rb") as file:
+            is_own = os.fstat(file.fileno()).st_uid == os.getuid()
             function: Callable[[Engine], object] | None = cloudpickle.load(file) if is_own else None
     except Exception as error:
         raise UserError(
@@ -103,7 +103,7 @@ class ProgramSource:
         self._program, self._again, program.link = program, False, link
         program.bind(training)
 
-    def draw(self) -> Drawn | None:
+    def draw(self) -> Drawn:
         """Let the program compute the gradients of the next step."""
         if self._again:
             self._again = False
