@@ -114,6 +114,8 @@ def from_tables(given: Mapping[str, Mapping[str, object]], source: str = "config
 def _load(path: Path) -> Json:
     if PROGRAM_FILE in str(path) or path.suffix == PICKLED:
         return {"run": {"program": str(path)}}
+    if path.suffix == ".py":
+        raise UserError(f"{path}: a program is named with its function, for example {path}:program")
     advice = f"Give the path of a TOML job file; `{command_name()} new demo` writes one to begin with."
     try:
         return parse_toml(read_bytes(path, advice), path)

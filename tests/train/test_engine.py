@@ -412,6 +412,11 @@ def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
             sw.verify(f"{PROGRAMS}:trains", layout={axis: 2, "data": 1})
 
 
+def test_a_file_without_its_function_is_told_how_to_name_a_program() -> None:
+    with pytest.raises(UserError, match=r"programs.py: a program is named with its function, for example"):
+        sw.verify(PROGRAMS)
+
+
 def test_the_planner_says_that_it_cannot_count_a_program() -> None:
     with pytest.raises(UserError, match=r"run.program: the planner .* cannot count the model of a program"):
         sw.plan(f"{PROGRAMS}:trains", cluster="h100x8")
