@@ -75,7 +75,7 @@ def steps(
                 norm = gradient_norm(training) if drawn.norm is None else drawn.norm
                 more = () if drawn.program is None else (drawn.program.numbers,)
                 shared = share(training, torch.cat((drawn.loss.double().reshape(1), message, *more)))
-                items = per_item(shared, drawn.program)
+                items = per_item(shared, drawn.program).to(norm.dtype)
                 norm = norm / items
             checked = train.check_every > 0 and step % train.check_every == 0
             if checked or recorder.last is None:

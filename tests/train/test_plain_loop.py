@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks.jobs import GPT, LLAMA, Trained, difference, job, on_one_device
+from ranks.jobs import ALONE, GPT, LLAMA, Trained, difference, job, on_one_device, train
 from torch import Tensor
 
 from shardwise.config import Config, from_tables
 from shardwise.data import Dataset
 from shardwise.models import Transformer, initialise
+from shardwise.train import steps as module_of_steps
 
 STEPS = 6
 Plain = tuple[list[float], list[float], dict[str, Tensor]]
@@ -102,3 +103,15 @@ def test_one_device_trains_as_a_plain_torch_loop_does(
         train={"steps": STEPS, "warmup": 2, "schedule": schedule.__name__, "clip": clip or False},
     )
     assert largest_difference(on_one_device(tables), plain_loop(from_tables(tables), schedule, clip)) < 1e-9
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_update_kernel_divides_the_gradients(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Its divisor is in float32. With one in float64, gradients are divided in a pass of their own, which took
+    1.2 % of a step on a GPU."""
+    dtypes = []
+    monkeypatch.setattr(module_of_steps, "update", lambda *given: dtypes.append(given[2].dtype))
+    train(ALONE, job(corpus, train={"precision": precision}))
+    assert dtypes == [torch.float32] * 3
