@@ -96,6 +96,7 @@ class OfProgram(Replacement):
 
     adapted_name: str
     """The name of the user's class, for messages."""
+    original_class: type[nn.Module]
     program_dtype: torch.dtype
 
     def forward(self, call: LossCall) -> Tensor:
@@ -120,13 +121,14 @@ class OfProgram(Replacement):
 def _without_hooks(module: OfProgram) -> nn.Module:
     """Return the module as the loss function sees it: the same object in all but the call, which runs the
     user's forward alone."""
-    view: nn.Module = object.__new__(_view_class(type(module)))  # type: ignore[arg-type]
+    kind = _view_class(type(module), module.original_class)  # type: ignore[arg-type]
+    view: nn.Module = object.__new__(kind)
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
 
 @cache
-def _view_class(kind: type[OfProgram]) -> type[nn.Module]:
+def _view_class(kind: type[OfProgram], original: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of a program's module whose call and forward are those of the user's class."""
 
     def forward(self: OfProgram, *inputs: object, **named: object) -> object:
@@ -135,7 +137,8 @@ def _view_class(kind: type[OfProgram]) -> type[nn.Module]:
             inputs, named = _cast(inputs, to), _cast(named, to)
         return super(OfProgram, self).forward(*inputs, **named)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__call__": forward})
+    bases = (kind,) if issubclass(kind, original) else (kind, original)
+    return type(kind.__name__, bases, {"forward": forward, "__call__": forward})
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -154,8 +157,12 @@ def for_program(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             part.register_forward_pre_hook(
                 lambda _, inputs, named: (_cast(inputs, dtype), _cast(named, dtype)), with_kwargs=True
             )
-    name = type(module).__name__
-    model = replacement(module, OfProgram, adapted_name=name, program_dtype=dtype)
+    kind = type(module)
+    # fully_shard of torch 2.11 refuses lists and dictionaries of modules, also those with a forward.
+    base = nn.Module if issubclass(kind, nn.ModuleList | nn.ModuleDict) else kind
+    model = replacement(
+        module, OfProgram, base=base, adapted_name=kind.__name__, original_class=kind, program_dtype=dtype
+    )
     return put_in_place(module, {module: model})
 
 

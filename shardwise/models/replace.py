@@ -63,16 +63,19 @@ def replacement(
     module: nn.Module,
     kind: type[Replacement],
     properties: Mapping[str, property] | None = None,
+    base: type[nn.Module] | None = None,
     **attributes: object,
 ) -> nn.Module:
     """Return a module of this kind and of the module's class, to take the module's place.
 
-    The attributes go to the kind's constructor; properties become part of the class.
+    The attributes go to the kind's constructor; properties become part of the class. `base` is used instead
+    of the module's class.
     """
-    bases: tuple[type[nn.Module], ...] = (kind, type(module))
+    base = base or type(module)
+    bases: tuple[type[nn.Module], ...] = (kind, base)
     if "forward" in vars(module):
         vars(module)["forward_of_instance"] = vars(module).pop("forward")
-        bases = (kind, _ForwardOfInstance, type(module))
+        bases = (kind, _ForwardOfInstance, base)
     return _combined_class(bases, tuple((properties or {}).items()))(module, **attributes)
 
 
