@@ -78,10 +78,10 @@ def schedule(
     last = steps - max(room, 2 * every + 1 if "full" in order else 0)
     width = (last - FIRST + 1) / count
     if width < SPACING:
-        room_for = max(0, (last - FIRST + 1) // SPACING)
+        room_for, least = max(0, (last - FIRST + 1) // SPACING), FIRST - 1 + count * SPACING + steps - last
         raise UserError(
-            f"--count {count}: {steps} steps have room for {room_for} such faults, {SPACING} apart; "
-            f"lower it, or raise train.steps"
+            f"--count {count}: {steps} steps have room for {room_for} such faults, {SPACING} apart and "
+            f"{steps - last} before the end; give a lower --count, or train.steps={least} or more"
         )
     if "corrupt" in order and FIRST + (len(order) - order[::-1].index("corrupt")) * width <= 2 * every:
         raise UserError(
