@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -11,6 +12,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 from warm import Server
 
@@ -117,6 +119,36 @@ def test_a_notebook_trains_and_proves_a_program_of_its_cells(
     pages = [output["data"]["text/html"] for output in shown(notebook)]
     assert "PASS" in pages[-1]
     assert len(pages) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_notebook_that_has_used_cuda_trains_on_the_gpu_and_on_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has used CUDA cannot fork workers that use it too."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    cells = nbformat.read(FOLDER / "notebook.ipynb", as_version=4).cells
+    definitions = [cell for cell in cells if cell.cell_type == "code"][:3]
+    launches = """
+assert float(torch.ones(4, device="cuda").sum()) == 4
+for name, workers, device in (("gpu", 1, "cuda"), ("shared", 2, "cuda"), ("cpu", 2, "cpu")):
+    run = sw.launch(program, workers=workers, run={"folder": f"runs/{name}", "device": device})
+    assert run.status == 0
+proof = sw.verify(program, layout={"data": 2, "zero": 3}, device="cuda")
+assert proof.passes, proof
+assert float(torch.ones(4, device="cuda").sum()) == 4
+"""
+    notebook = nbformat.v4.new_notebook(cells=[*definitions, nbformat.v4.new_code_cell(launches)])
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    runs = {
+        name: [step["loss"] for step in records(tmp_path / "runs" / name)]
+        for name in ("gpu", "shared", "cpu")
+    }
+    for losses in runs.values():
+        assert falls(losses)
+        assert losses[:3] == pytest.approx(runs["cpu"][:3], rel=1e-3)
 
 
 def shown(notebook: Any) -> Iterator[Any]:
