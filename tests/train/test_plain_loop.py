@@ -109,8 +109,8 @@ def test_one_device_trains_as_a_plain_torch_loop_does(
 def test_the_update_kernel_divides_the_gradients(
     corpus: str, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """Its divisor is in float32. With one in float64, gradients are divided in a pass of their own, which took
-    1.2 % of a step on a GPU."""
+    """Its divisor is in float32. With one in float64, gradients are divided in a pass of their own, which
+    took 1.2 % of a step on a GPU."""
     dtypes = []
     monkeypatch.setattr(module_of_steps, "update", lambda *given: dtypes.append(given[2].dtype))
     train(ALONE, job(corpus, train={"precision": precision}))
