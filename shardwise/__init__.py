@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         whole,
     )
     from shardwise.train.engine import Engine
-    from shardwise.train.program import Metrics, StepBatch, next_token_loss
+    from shardwise.train.program_values import Metrics, StepBatch, next_token_loss
 
 __all__ = [
     "Drill",
@@ -70,7 +70,7 @@ _HOMES = {
         "whole",
     ),
     "train.engine": ("Engine",),
-    "train.program": ("Metrics", "StepBatch", "next_token_loss"),
+    "train.program_values": ("Metrics", "StepBatch", "next_token_loss"),
 }
 
 

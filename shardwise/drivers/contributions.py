@@ -35,7 +35,7 @@ from shardwise.parallel.placement import local_slices
 from shardwise.resilience.channel import Credentials
 from shardwise.train.build import Training
 from shardwise.train.record import StepRecord
-from shardwise.train.step_gradients import Drawn
+from shardwise.train.step_gradients import StepGradients
 
 AGE_SHARE = 0.1
 """Weight of the last update in the moving mean of staleness, by which weights are extrapolated."""
@@ -85,7 +85,7 @@ class Contributions:
             )
             open_team_store(worker).set(f"listener {worker.rank}", f"{address} {self._listener.port}")
 
-    def draw(self) -> Drawn | None:
+    def compute_gradients(self) -> StepGradients | None:
         """Wait for the next update; return None if the run is to stop first."""
         training = self.training
         with training.comm.clock.span("data"):
@@ -100,7 +100,7 @@ class Contributions:
         tokens = torch.tensor(float(update.tokens), device=training.mesh.device)
         loss = torch.tensor(update.loss / items if training.mesh.is_main else 0.0, dtype=torch.float64)
         checksum = update.checksum if training.mesh.is_main else 0
-        return Drawn(
+        return StepGradients(
             loss,
             tokens,
             checksum,

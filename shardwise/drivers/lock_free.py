@@ -23,9 +23,14 @@ from shardwise.data.batches import Batch
 from shardwise.optim import update
 from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
-from shardwise.train.sources import RankRows, at_least_some, count_items, count_tokens, forward_backward
-from shardwise.train.step_gradients import Drawn, Updates
-from shardwise.train.steps import divisor, gradient_norm
+from shardwise.train.sources import RankRows, count_items, count_tokens, forward_backward
+from shardwise.train.step_gradients import (
+    StepGradients,
+    Updates,
+    at_least_some,
+    divisor,
+    gradient_norm,
+)
 
 
 class LockFree(RankRows):
@@ -35,7 +40,7 @@ class LockFree(RankRows):
         super().__init__(training)
         self.shared, self._takes_lock = shared, takes_lock
 
-    def draw(self) -> Drawn:
+    def compute_gradients(self) -> StepGradients:
         """Make an update with each micro-batch of this rank's rows."""
         training, batch = self.training, self.next_batch()
         tokens = count_tokens(training, batch)
@@ -49,7 +54,7 @@ class LockFree(RankRows):
             if not (mean + norm).isfinite():  # keep its gradient, so that the error can name the parameter
                 break
         norms, *totals = training.comm.sum_over_data(sums)  # all workers wait for each other here
-        return Drawn(
+        return StepGradients(
             loss, tokens, self.checksum(batch), norm=norms / totals[0], updates=Updates(*map(int, totals))
         )
 

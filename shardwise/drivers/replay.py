@@ -21,7 +21,7 @@ from shardwise.asynchronous import messages
 from shardwise.drivers.contributions import Contributions
 from shardwise.drivers.contributor import batch_of, brought, summed_loss
 from shardwise.train.build import Training
-from shardwise.train.step_gradients import Drawn
+from shardwise.train.step_gradients import StepGradients
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Replay(Contributions):
         self._paces = {f"{index}-": pace for index, pace in enumerate(paces)}
         self._idle, self._busy = list(self._paces), list[tuple[float, int, str, int, Tensor]]()
 
-    def draw(self) -> Drawn | None:
+    def compute_gradients(self) -> StepGradients | None:
         """Let time pass until the next update can be made."""
         while not self.only_scheduler.is_due():
             self._hand_out()
             self._next_event()
-        return super().draw()
+        return super().compute_gradients()
 
     def _hand_out(self) -> None:
         """Give a portion to each waiting worker."""

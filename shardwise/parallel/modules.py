@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -77,7 +78,7 @@ class ParallelModule(Replacement):
 
 
 def parallel_module(
-    module: nn.Module, kind: type[ParallelModule], share: Share, **attributes: object
+    module: nn.Module, kind: type[ParallelModule], share: Share, **attributes: Any
 ) -> nn.Module:
     """Return a module that computes this device's share of this one, in the way of `kind`; reading a weight
     gives this device's part."""

@@ -13,9 +13,11 @@ import torch
 
 from shardwise.data.samples import Collate, Samples
 from shardwise.models.program_module import LossFunction
+from shardwise.train.program_outputs import state_dict
 
 if TYPE_CHECKING:
-    from shardwise.train.program import Metrics, Program, StepBatch
+    from shardwise.train.program import Program
+    from shardwise.train.program_values import Metrics, StepBatch
 
 
 class Engine:
@@ -32,12 +34,12 @@ class Engine:
         the module's sharding table; without one the module is trained on data axes with any ZeRO stage. Left
         out: the model of the job.
         """
-        self._program.prepare(make, sharding)
+        self._program.request("prepare").prepare(make, sharding)
 
     def optimizer(self, name: str = "adamw", lr: float | None = None, **settings: object) -> None:
         """Say how weights are updated: the name of an optimizer, its peak learning rate and its settings. The
         schedule of the learning rate is the job's ([train])."""
-        self._program.choose_optimizer(name, lr, settings)
+        self._program.request("optimizer").choose_optimizer(name, lr, settings)
 
     def batches(
         self,
@@ -56,7 +58,8 @@ class Engine:
         passes `epochs` times through the data (1 by default). `workers` processes read ahead.
         """
         samples = None if dataset is None else Samples(dataset, collate, workers)
-        return self._program.batches(samples, global_batch, steps, epochs)
+        self._program.request("batches").choose_data(samples, global_batch, steps, epochs)
+        return self._program.batches()
 
     def forward_backward(self, loss: LossFunction, batch: StepBatch) -> Metrics:
         """Compute the gradients of a batch, micro-batch by micro-batch.
@@ -102,7 +105,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the weights and the optimizer's state by name, as tensors or DTensors that share memory with
         the run's. `torch.distributed.checkpoint.save` writes them."""
-        return self._program.state_dict()
+        return state_dict(self._program.present())
 
     def export(self, path: str) -> None:
         """Write all weights and buffers, whole and in the dtype in which they are stored, to a safetensors

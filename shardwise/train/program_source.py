@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.resilience.worker_link import WorkerLink
     from shardwise.train.build import Training
     from shardwise.train.record import StepRecord
-    from shardwise.train.step_gradients import Drawn
+    from shardwise.train.step_gradients import StepGradients
 
 EXAMPLE = "train.py:program"
 
@@ -37,7 +37,7 @@ def described(config: Config) -> Config:
     program up to its first batch."""
     try:
         with begun(config) as program:
-            return config if program is None else program.filled()
+            return config if program is None else program.asked.filled()
     except UserError:
         raise
     except Exception as error:
@@ -103,7 +103,7 @@ class ProgramSource:
         self._program, self._again, program.link = program, False, link
         program.bind(training)
 
-    def draw(self) -> Drawn:
+    def compute_gradients(self) -> StepGradients:
         """Let the program compute the gradients of the next step."""
         if self._again:
             self._again = False

@@ -15,11 +15,12 @@ from torch import Tensor
 from shardwise.drivers.registry import driver_of
 from shardwise.mesh import nccl
 from shardwise.observe import EXPOSED, AxisTimes, axis_times, peak_memory, present_time
+from shardwise.plans.learning_rate import learning_rate
 from shardwise.resilience.stragglers import StragglerChange, StragglerWatch
 from shardwise.train.build import Training
 from shardwise.train.float8_check import by_layer
-from shardwise.train.step_gradients import Drawn, ProgramSums, Updates
-from shardwise.train.votes import Shared
+from shardwise.train.step_gradients import StepGradients, Updates
+from shardwise.train.step_sums import Shared, StepSums
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Numbers:
     shared: Shared
     norm: float
     tokens: int
-    again: bool
+    repeat: bool
     """Whether the step has to be repeated because a tensor outgrew its scale."""
     loads: Sequence[float]
     """With experts: the worst imbalance of a layer, and the load of every expert."""
@@ -102,28 +103,22 @@ class QueuedNumbers:
     """The numbers of a step whose work is queued on the device."""
 
     def __init__(
-        self,
-        shared: Tensor,
-        norm: Tensor,
-        tokens: Tensor,
-        again: Tensor,
-        loads: Tensor,
-        scaled: Tensor,
-        program: ProgramSums | None,
+        self, sums: StepSums, gradients: StepGradients, repeat: Tensor, loads: Tensor, scaled: Tensor
     ) -> None:
+        vector, program = sums.vector, gradients.program
         self._names = () if program is None else ("items", *program.names)
-        self._lengths = len(shared) - len(self._names), len(self._names), 3, len(loads), len(scaled)
-        single = [number.to(shared).reshape(1) for number in (norm, tokens, again)]
-        self._numbers = torch.cat((shared, *single, loads.to(shared), scaled.to(shared)))
+        self._lengths = len(vector) - len(self._names), len(self._names), 3, len(loads), len(scaled)
+        single = [number.to(vector).reshape(1) for number in (sums.norm, gradients.tokens, repeat)]
+        self._numbers = torch.cat((vector, *single, loads.to(vector), scaled.to(vector)))
 
     def read(self) -> Numbers:
         """Wait for the device, and return the numbers."""
         numbers = iter(self._numbers.tolist())
         nccl.check_not_interrupted()
         shared, losses, single, loads, scaled = ([next(numbers) for _ in range(n)] for n in self._lengths)
-        norm, tokens, again = single
+        norm, tokens, repeat = single
         named = dict(zip(self._names, losses, strict=True))
-        return Numbers(Shared.of(shared), norm, int(tokens), bool(again), loads, scaled, named)
+        return Numbers(Shared.of(shared), norm, int(tokens), bool(repeat), loads, scaled, named)
 
 
 class StepRecorder:
@@ -135,11 +130,11 @@ class StepRecorder:
         """The last step that was recorded; None: there is none yet."""
         self._again = 0
 
-    def made_again(self) -> None:
+    def note_repeat(self) -> None:
         """Note that the present step is repeated, because a tensor outgrew its scale."""
         self._again += not self._training.comm.discard_gradients
 
-    def record(self, numbers: Numbers, drawn: Drawn, lr: float, scale: float, skipped: bool) -> StepRecord:
+    def record(self, numbers: Numbers, gradients: StepGradients, skipped: bool) -> StepRecord:
         """Return the record of the step that `training` has just reached."""
         training, shared, before = self._training, numbers.shared, self.last
         spans = training.comm.clock.finish()
@@ -149,24 +144,24 @@ class StepRecorder:
             step=training.step,
             loss=shared.loss,
             gradient_norm=numbers.norm,
-            learning_rate=lr,
+            learning_rate=learning_rate(training.config.train, training.step) * gradients.rate,
             tokens=numbers.tokens * training.plan.groups,
             seconds=spans.pop("total"),
             spans=spans,
             collectives=training.comm.ledger.take(),
             communication=axis_times(training.comm.ledger.taken, training.comm.clock.waits()),
             memory_bytes=peak_memory(training.mesh.device.type),
-            loss_scale=scale,
+            loss_scale=training.comm.loss_scale,
             skipped=skipped,
             stop=shared.stop,
             save=shared.save,
             data=f"{shared.checksum:014x}",
             ended=present_time(),
             rank_seconds=shared.rank_seconds if before else (),
-            rows=drawn.rows,
-            staleness=drawn.staleness,
-            dropped=drawn.dropped,
-            updates=drawn.updates,
+            rows=gradients.rows,
+            staleness=gradients.staleness,
+            dropped=gradients.dropped,
+            updates=gradients.updates,
             float8=self._float8(numbers.scaled),
             again=self._again,
             expert_imbalance=numbers.loads[0] if numbers.loads else None,

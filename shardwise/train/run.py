@@ -129,7 +129,7 @@ def _train_in_team(
 ) -> int | None:
     timestamps = {"joining": present_time()}
     link.progress("build", 0)
-    data = dataset if program is None else program.request.samples or dataset
+    data = dataset if program is None else program.asked.samples or dataset
     # There may be a checkpoint, so no weights are drawn.
     training = build(config, team.plan, worker, data, draw=False, program=program)
     _present[:] = [training.comm.ledger]

@@ -19,20 +19,20 @@ from shardwise.models.torch_dtypes import DTYPES
 from shardwise.train.build import Training
 from shardwise.train.record import StepRecord
 from shardwise.train.shares import Dealer
-from shardwise.train.step_gradients import Drawn
+from shardwise.train.step_gradients import StepGradients, at_least_some
 
 
 class Source(Protocol):
     """Computes or receives the gradients of one step after the other."""
 
-    def draw(self) -> Drawn | None:
+    def compute_gradients(self) -> StepGradients | None:
         """Put the gradients of the next step on the parameters. Return None if the run stops before."""
 
     def prepare_next(self) -> None:
         """Prepare the next step while the device works on this one."""
 
     def repeat_last(self) -> None:
-        """Let the next `draw` repeat the last one."""
+        """Let the next `compute_gradients` repeat the last one."""
 
     def step_done(self, done: StepRecord) -> Mapping[str, float]:
         """Note that a step is done. Return more numbers to record with it."""
@@ -68,12 +68,12 @@ class RankRows:
         self._after: list[Batch] | None = None
         """While a step is repeated, the batch that was read for the step after it."""
 
-    def draw(self) -> Drawn:
+    def compute_gradients(self) -> StepGradients:
         """Compute the gradients of this rank's rows."""
         self._drawn = self.next_batch()
         return self.gradients(self._drawn)
 
-    def gradients(self, batch: list[Batch]) -> Drawn:
+    def gradients(self, batch: list[Batch]) -> StepGradients:
         """Compute the gradients of these rows."""
         training = self.training
         tokens = count_tokens(training, batch)
@@ -81,7 +81,7 @@ class RankRows:
         with training.comm.clock.span("forward_backward"):
             loss = forward_backward(training, batch, items)
         rows = self._dealer.dealt(training.step + 1).rows if self._by_speed else ()
-        return Drawn(loss, tokens, self.checksum(batch), training.config.train.clip, rows)
+        return StepGradients(loss, tokens, self.checksum(batch), training.config.train.clip, rows)
 
     def next_batch(self) -> list[Batch]:
         """Return the micro-batches of this rank's rows."""
@@ -140,11 +140,6 @@ def count_items(training: Training, batch: list[Batch], tokens: Tensor) -> Tenso
         return at_least_some(tokens)
     local = torch.stack([training.parallel.items(micro_batch) for micro_batch in batch]).sum()
     return at_least_some(training.comm.sum_over_data(local))
-
-
-def at_least_some(items: Tensor) -> Tensor:
-    """Return the number of items, or one if there are none, to divide by."""
-    return torch.where(items > 0, items, torch.ones_like(items))
 
 
 def forward_backward(training: Training, batch: list[Batch], items: Tensor) -> Tensor:

@@ -1,10 +1,17 @@
-"""Facts about the gradients of a step, which a source computes or receives (train/sources.py)."""
+"""The gradients of a step, which a source computes or receives (train/sources.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from shardwise.optim import global_norm
+
+if TYPE_CHECKING:
+    from shardwise.train.build import Training
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class ProgramSums:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepGradients:
     """Facts about the global batch whose gradients the parameters of this rank now have."""
 
     loss: Tensor
@@ -57,3 +64,21 @@ class Drawn:
     """Mean norm of the gradients of these updates."""
     program: ProgramSums | None = None
     """Results of a program's loss function; None: the loss is that of the job's model."""
+
+
+def gradient_norm(training: Training) -> Tensor:
+    """Return the norm of the gradients in place, without the loss scale."""
+    parameters = (parameter for _, parameter in training.parallel.named_parameters(once=True))
+    return global_norm(parameters, training.comm) / training.scale.value
+
+
+def divisor(training: Training, norm: Tensor, clip: float | None) -> Tensor:
+    """Return the divisor of the gradients in the update: the loss scale, times norm / limit if the norm
+    exceeds the limit `clip`."""
+    excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)
+    return excess * training.scale.value
+
+
+def at_least_some(items: Tensor) -> Tensor:
+    """Return the number of items, or one if there are none, to divide by."""
+    return torch.where(items > 0, items, torch.ones_like(items))

@@ -5,9 +5,9 @@ one read of the results. The host waits for the device once, after all work is q
 work between steps. A non-finite loss or gradient is detected on the device, so that the update does not
 change the weights; the host learns of it from the results.
 
-Other files have the sources of gradients (train/sources.py, drivers/), the values that ranks exchange in
-every step (train/votes.py), the check of float8 scales (train/float8_check.py), the handling of non-finite
-numbers (train/non_finite.py), checks of copies (train/guard.py) and the record of a step (train/record.py).
+Other files have the sources of gradients (train/sources.py, drivers/), the sums over ranks
+(train/step_sums.py), the check of float8 scales (train/float8_check.py), the handling of non-finite numbers
+(train/non_finite.py), checks of copies (train/guard.py) and the record of a step (train/record.py).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.optim import global_norm, update
+from shardwise.optim import update
 from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.float8_check import Float8Check
 from shardwise.train.guard import check_copies, check_gradients
 from shardwise.train.non_finite import overflowed
 from shardwise.train.record import QueuedNumbers, StepRecord, StepRecorder
-from shardwise.train.sources import Source, at_least_some
-from shardwise.train.step_gradients import ProgramSums
-from shardwise.train.votes import VOTES, message_to_all, share, vote_of_this_rank
+from shardwise.train.sources import Source
+from shardwise.train.step_gradients import StepGradients, divisor
+from shardwise.train.step_sums import StepSums, message_to_all, sum_over_ranks, vote_of_this_rank
 
-__all__ = ["StepRecord", "divisor", "gradient_norm", "never", "steps"]
+__all__ = ["StepRecord", "never", "steps"]
 
 
 def never() -> bool:
@@ -49,70 +49,51 @@ def steps(
     called on every rank: if it returns True on one, all ranks stop after the same step. `save_due` is called
     on the main rank: if it returns True, the records of the same step have `save` on all ranks.
     """
-    train, clock = training.config.train, training.comm.clock
     given, source = source, source or training.rank_driver.source(training)
     float8, recorder = Float8Check(training), StepRecorder(training)
     try:
-        clock.restart()
+        training.comm.clock.restart()
         float8.begin_step()
-        while training.step < train.steps:
-            step, scale = training.step + 1, training.scale.value
-            training.comm.step, training.comm.loss_scale = step, scale
+        while training.step < training.config.train.steps:
+            training.comm.step, training.comm.loss_scale = training.step + 1, training.scale.value
 
-            # Draw the rows of a global batch, and compute their gradient: complete and summed, on this rank.
+            # The gradients of a global batch: complete and summed, on this rank.
             float8.begin_gradients()
-            drawn = source.draw()
-            if drawn is None:
+            gradients = source.compute_gradients()
+            if gradients is None:
                 return  # asked to stop while the source waited for gradients
-
-            # In float8: if a tensor outgrew its scale, the weights stay as they are and the step is repeated.
             scales = float8.check()
 
-            # The norm of the gradient, and one sum over all ranks: of the loss and the message of each rank.
+            # Their norm, and one sum over all ranks: of the loss and the message of each rank.
             vote = vote_of_this_rank(training, stop_asked, save_due)
-            message = message_to_all(training, drawn.checksum, vote, recorder.seconds_of_this_rank())
-            with clock.span("forward_backward"):
-                norm = gradient_norm(training) if drawn.norm is None else drawn.norm
-                more = () if drawn.program is None else (drawn.program.numbers,)
-                shared = share(training, torch.cat((drawn.loss.double().reshape(1), message, *more)))
-                items = per_item(shared, drawn.program).to(norm.dtype)
-                norm = norm / items
-            checked = train.check_every > 0 and step % train.check_every == 0
-            if checked or recorder.last is None:
-                check_gradients(training)
+            message = message_to_all(training, gradients.checksum, vote, recorder.seconds_of_this_rank())
+            sums = sum_over_ranks(training, gradients, message)
+            _check_before_update(training, recorder)
 
-            # The update, which changes nothing if a number is not finite. The host does not wait here.
-            lr = learning_rate(train, step) * drawn.rate
-            with clock.span("optimizer"):
-                loss = shared[0]
-                usable = scales.fits(torch.isfinite(norm) & torch.isfinite(loss))
-                again = scales.outgrown(loss)
-                if drawn.updates is None:
-                    divide_by = divisor(training, norm, drawn.clip) * items
-                    update(training.optimizer, lr, divide_by, (~usable).float())
-                loads = _balance_experts(training, usable)
-                # Groups that train independently may exchange weights now.
-                training.rank_driver.after_update(training, shared[VOTES], again)
-            float8.begin_step()  # the next step's scales, while the device has work
-            if checked or (recorder.last is None and training.program is not None):
-                check_copies(training)  # in a program's first step: do buffers depend on a device's samples?
+            # The update. It changes nothing if a number is not finite, or if a float8 tensor has outgrown its
+            # scale: then the step is repeated. The host does not wait here.
+            usable, repeat = scales.fits(sums.are_finite), scales.outgrown(sums.loss)
+            loads = _update(training, gradients, sums, usable, repeat)
+            float8.begin_step()
+            _check_after_update(training, recorder)
 
-            # Prepare the next rows while the device works; then wait for it, once, and record the step.
-            queued = QueuedNumbers(
-                shared, norm, drawn.tokens, again, loads, scales.numbers(training.comm.device), drawn.program
-            )
+            # Prepare the next rows while the device works. Then wait for it, once.
+            queued = QueuedNumbers(sums, gradients, repeat, loads, scales.numbers(training.comm.device))
             source.prepare_next()
             numbers = queued.read()
-            if numbers.again:
+            if numbers.repeat:
                 _clear_gradients(training)
-                recorder.made_again()
+                recorder.note_repeat()
                 source.repeat_last()
                 continue
+
+            # Go on to the next step, and record this one.
             skipped = overflowed(training, numbers)
             _clear_gradients(training)
             training.scale = training.scale.after(skipped)
-            training.step, training.sequences = step, training.sequences + train.global_batch
-            done = recorder.record(numbers, drawn, lr, scale, skipped)
+            training.step += 1
+            training.sequences += training.config.train.global_batch
+            done = recorder.record(numbers, gradients, skipped)
             yield replace(done, logged=dict(source.step_done(done)))
             if done.stop:
                 return
@@ -121,30 +102,38 @@ def steps(
             source.close()
 
 
-def gradient_norm(training: Training) -> Tensor:
-    """Return the norm of the gradients in place, without the loss scale."""
-    parameters = (parameter for _, parameter in training.parallel.named_parameters(once=True))
-    return global_norm(parameters, training.comm) / training.scale.value
+def _update(
+    training: Training, gradients: StepGradients, sums: StepSums, usable: Tensor, repeat: Tensor
+) -> Tensor:
+    """Update the weights if `usable`, unless the source has done so, and let groups that train independently
+    exchange theirs. Return the loads of the experts."""
+    lr = learning_rate(training.config.train, training.step + 1) * gradients.rate
+    with training.comm.clock.span("optimizer"):
+        if gradients.updates is None:
+            divide_by = divisor(training, sums.norm, gradients.clip) * sums.items
+            update(training.optimizer, lr, divide_by, (~usable).float())
+        loads = _balance_experts(training, usable)
+        training.rank_driver.after_update(training, sums.votes, repeat)
+    return loads
 
 
-def per_item(shared: Tensor, program: ProgramSums | None) -> Tensor:
-    """Divide the losses of a program in place by their number of items. Return the number of items, by which
-    the gradients have still to be divided; both are relative to the rows of the global batch. It is one
-    without a program, whose gradients are means already."""
-    if program is None:
-        return torch.ones_like(shared[0])
-    losses = shared[-len(program.names) :]
-    items = at_least_some(shared[-len(program.names) - 1])
-    shared[:1] /= items
-    losses /= items
-    return items
+def _check_before_update(training: Training, recorder: StepRecorder) -> None:
+    """Check that all weights have gradients, in the first step and where checks are due."""
+    if recorder.last is None or _checks_are_due(training):
+        check_gradients(training)
 
 
-def divisor(training: Training, norm: Tensor, clip: float | None) -> Tensor:
-    """Return the divisor of the gradients in the update: the loss scale, times norm / limit if the norm
-    exceeds the limit `clip`."""
-    excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)
-    return excess * training.scale.value
+def _check_after_update(training: Training, recorder: StepRecorder) -> None:
+    """Check that copies are equal where checks are due, and in the first step of a program, whose buffers may
+    depend on a device's samples."""
+    if (recorder.last is None and training.program is not None) or _checks_are_due(training):
+        check_copies(training)
+
+
+def _checks_are_due(training: Training) -> bool:
+    """Return whether `train.check_every` asks for checks in the present step."""
+    every = training.config.train.check_every
+    return every > 0 and (training.step + 1) % every == 0
 
 
 def _clear_gradients(training: Training) -> None:

@@ -33,6 +33,7 @@ from shardwise.mesh import Worker
 from shardwise.plans import choose
 from shardwise.train.build import Training, build
 from shardwise.train.program import Program
+from shardwise.train.program_outputs import state_dict
 from shardwise.train.program_source import described, make_program
 from shardwise.train.steps import StepRecord, steps
 
@@ -361,7 +362,7 @@ def leaves(worker: Worker, tables: Tables, path: str) -> dict[str, Any]:
     whole = put_together(dict(training.parallel.named_parameters()), worker.world)
     program.export(path)
     means = program.evaluate(loss, Samples(Points(31)))
-    state = program.state_dict()
+    state = state_dict(training)
     source.close()
     return {
         "weights": whole,

@@ -26,7 +26,8 @@ from shardwise.optim import update
 from shardwise.train.build import Training, restore, save
 from shardwise.train.check_module import check_module
 from shardwise.train.sources import forward_backward
-from shardwise.train.steps import StepRecord, divisor, gradient_norm, steps
+from shardwise.train.step_gradients import divisor, gradient_norm
+from shardwise.train.steps import StepRecord, steps
 
 ROOT = Path(__file__).parents[2]
 NGRAMS = {"module": str(ROOT / "examples" / "ngrams.py:NGrams"), "hidden": 512, "vocabulary": 259}

@@ -1,5 +1,5 @@
-"""The values that ranks exchange in every step: one vector of float64. It is summed over all axes except
-tensor, along which the maximum is taken.
+"""Sums over ranks in every step: the norm of the gradients, and one vector of float64. The vector is summed
+over all axes except tensor, along which the maximum is taken.
 
 It contains the loss, the votes to stop or to save, the checksum of the sequences read (data/batches.py), and
 the seconds that each rank worked on the step before: 32 bytes, and 16 more for each rank. A checksum has up
@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.train.step_gradients import at_least_some, gradient_norm
+
 if TYPE_CHECKING:
     from shardwise.train.build import Training
+    from shardwise.train.step_gradients import StepGradients
 
 HALF = 1 << 28
 """A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
 STOP, SAVE = 1.0, 0.5
 """Values of the votes. Any rank may vote to stop, but only the main rank votes to save, by its clock. So a
 sum of 0.5 is a vote to save, and a sum of at least 1 has a vote to stop. A run that stops saves anyway."""
-VOTES = slice(1, 2)
-"""Position of the votes in the vector."""
 
 
 def vote_of_this_rank(
@@ -52,7 +53,51 @@ def message_to_all(training: Training, checksum: int, vote: float, seconds: tupl
     return message.to(mesh.device, non_blocking=True)
 
 
-def share(training: Training, numbers: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over all ranks in a step, on the device."""
+
+    vector: Tensor
+    """The vector that ranks exchange, and the mean of each loss of a program."""
+    norm: Tensor
+    """Norm of the gradient of the mean loss."""
+    items: Tensor
+    """Number that the gradients have still to be divided by. It is 1 without a program, whose loss is summed
+    over items; their number is known only now."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the global batch."""
+        return self.vector[0]
+
+    @property
+    def votes(self) -> Tensor:
+        """The sum of the votes, as a vector of one number."""
+        return self.vector[1:2]
+
+    @property
+    def are_finite(self) -> Tensor:
+        """Whether the loss and the norm are finite."""
+        return torch.isfinite(self.norm) & torch.isfinite(self.loss)
+
+
+def sum_over_ranks(training: Training, gradients: StepGradients, message: Tensor) -> StepSums:
+    """Return the norm of the gradients, and the loss and the message of all ranks together."""
+    program = gradients.program
+    with training.comm.clock.span("forward_backward"):
+        norm = gradient_norm(training) if gradients.norm is None else gradients.norm
+        more = [] if program is None else [program.numbers]
+        vector = _summed(training, torch.cat([gradients.loss.double().reshape(1), message, *more]))
+        if program is None:
+            return StepSums(vector, norm, torch.ones_like(norm))
+        items = at_least_some(vector[-len(program.names) - 1])
+        vector[:1] /= items
+        vector[-len(program.names) :] /= items
+        items = items.to(norm.dtype)  # in float64 it would make the divisor of float32 gradients float64
+        return StepSums(vector, norm / items, items)
+
+
+def _summed(training: Training, numbers: Tensor) -> Tensor:
     """Sum numbers in place over all ranks that had different tokens or different stages. Ranks along the
     tensor axis had the same, so the maximum is taken."""
     comm = training.comm

@@ -1,0 +1,78 @@
+"""What a program can take from its model: means over a dataset, tensors by name, and a file of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
+
+from shardwise.data.samples import Samples, to_device
+from shardwise.models import LossCall, LossSums, attention_backends
+from shardwise.models.program_module import LossFunction
+from shardwise.models.torch_dtypes import DTYPES
+from shardwise.train.build import Training
+
+
+@torch.no_grad()
+def means_over(
+    training: Training, function: LossFunction, samples: Samples, agree: Callable[[str], None]
+) -> dict[str, float]:
+    """Return the means of a loss function over a whole dataset. `agree` raises if another rank does not make
+    the call that it names."""
+    sums = LossSums()
+    with attention_backends(training.mesh.device.type), training.parallel.evaluating():
+        for values, weight in _batches_of(training, samples):
+            own = LossSums()
+            training.parallel.loss(LossCall(function, values, 0, own))
+            sums.add({name: part * weight for name, part in own.parts.items()}, own.items * weight)
+    names = sorted(sums.parts)
+    agree(f"engine.evaluate with results {', '.join(names)}")
+    items = torch.as_tensor(sums.items, dtype=torch.float64, device=training.mesh.device)
+    numbers = training.comm.sum_over_data(torch.stack([items, *(sums.parts[name] for name in names)]))
+    total, *means = numbers.tolist()
+    training.comm.ledger.take()  # the next step does not count this time
+    training.comm.clock.restart()
+    return {name: mean / (total or 1.0) for name, mean in zip(names, means, strict=True)}
+
+
+def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, float]]:
+    """Yield this device's batches of a dataset, with weight 1; and with weight 0 as many more as another
+    device may have, because all devices make the same number of forwards."""
+    count = len(samples.dataset)
+    size, collate = training.plan.micro_batch, samples.collate or default_collate
+    dtype = DTYPES[training.plan.model.dtypes.compute]
+    for first in range(0, count, size * training.plan.layout.data_parallel):
+        start = first + training.mesh.data_index * size
+        chosen = range(start, min(start + size, count)) or range(count - 1, count)
+        values = collate([samples.dataset[index] for index in chosen])
+        yield to_device(values, training.mesh.device, dtype), float(start < count)
+
+
+def state_dict(training: Training) -> dict[str, Any]:
+    """Return the weights and the optimizer's state by name."""
+    parameters = dict(training.parallel.named_parameters())
+    states = training.optimizer.state
+    return {
+        "model": {**parameters, **dict(training.parallel.named_buffers())},
+        "optimizer": {name: dict(states[each]) for name, each in parameters.items() if each in states},
+    }
+
+
+@torch.no_grad()
+def export(training: Training, path: str) -> None:
+    """Write whole weights and buffers to a file, on the main rank. Every rank must call this."""
+    tensors = {}
+    models = [part.model for part in training.parallel.parts]
+    named = [pair for model in models for pair in model.named_parameters(remove_duplicate=False)]
+    for name, tensor in (*named, *training.parallel.named_buffers()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if training.mesh.is_main:
+            tensors[name] = whole.detach().cpu().contiguous().clone()
+    if training.mesh.is_main:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path)

@@ -1,0 +1,148 @@
+"""What a program asks for before its first batch: a model, an optimizer and data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from shardwise.config import Config, brings_data
+from shardwise.data.samples import Samples
+from shardwise.errors import ConfigError, UserError
+from shardwise.models import use_factory
+from shardwise.optimizers import BUILT_IN, from_table
+from shardwise.plurals import counted
+from shardwise.section import Section
+
+
+class Request:
+    """What a program asks for. Values that the job gives go before these."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        """The job, without what the program asks for."""
+        self.prepared = False
+        self.samples: Samples | None = None
+        """The program's own data; None: those of the job."""
+        self._optimizer: dict[str, Any] | None = None
+        """Table [optimizer]; None: that of the job."""
+        self._train: dict[str, Any] = {}
+        """Values of [train]."""
+        self._length: tuple[int | None, float | None] = None, None
+        """Numbers of steps and of epochs."""
+
+    def prepare(self, make: Callable[[], nn.Module] | None, sharding: object) -> None:
+        """Let `make` make the model, with a sharding table or none."""
+        if isinstance(make, nn.Module) or (make is not None and not callable(make)):
+            raise UserError(
+                f"engine.prepare: got a {type(make).__name__}; give the function that makes the model, as in "
+                "engine.prepare(make_model) or engine.prepare(lambda: Model(64))"
+            )
+        own = self.config.model.is_of_program
+        if own and make is None:
+            raise UserError(
+                "engine.prepare() without a function trains the model of the job, and the job has no table "
+                "[model]; give a function that makes the model, or for example model.preset=tiny"
+            )
+        if make is not None and not own:
+            raise UserError(
+                "engine.prepare: the program makes its model, and the job has a table [model] too; leave "
+                "one out"
+            )
+        self.prepared = True
+        if make is not None:
+            use_factory(lambda: _with_table(make(), sharding))
+
+    def choose_optimizer(self, name: str, lr: float | None, settings: Mapping[str, object]) -> None:
+        """Use this optimizer, with this peak learning rate."""
+        if not isinstance(name, str):
+            raise UserError(f"engine.optimizer: give its name, one of {', '.join(BUILT_IN)}, not {name!r}")
+        self._optimizer = {"name": name, **settings}
+        if lr is not None:
+            self._train["learning_rate"] = lr
+
+    def choose_data(
+        self, samples: Samples | None, global_batch: int | None, steps: int | None, epochs: float | None
+    ) -> None:
+        """Train on these samples, or on the data of the job."""
+        if samples is None and brings_data(self.config):
+            raise UserError("engine.batches: give a dataset, or a job with data.source")
+        if samples is not None and not brings_data(self.config):
+            raise UserError(
+                "engine.batches: the program has a dataset, and the job a data.source; leave one out"
+            )
+        if samples is not None and not (
+            hasattr(samples.dataset, "__len__") and hasattr(samples.dataset, "__getitem__")
+        ):
+            raise UserError(
+                f"engine.batches: {type(samples.dataset).__name__} has no __len__ and __getitem__; give a "
+                "map-style dataset, whose samples can be read in any order"
+            )
+        if global_batch is not None:
+            self._train["global_batch"] = global_batch
+        if samples is not None:
+            samples = replace(samples, seed=self.config.train.seed)
+        self.samples, self._length = samples, (steps, epochs)
+
+    def filled(self) -> Config:
+        """Return the job with what the program has asked for. Values that the job gives stay."""
+        config = self.config
+        update: dict[str, Any] = {}
+        if self._optimizer is not None and not config.optimizer.model_fields_set:
+            update["optimizer"] = _optimizer(self._optimizer)
+        if self.samples is not None:
+            update["data"] = _updated(config.data, {"sequence_length": 1, "held_out": 0.0})
+        given = config.train.model_fields_set
+        train = _updated(config.train, {key: value for key, value in self._train.items() if key not in given})
+        if "steps" not in given and (steps := self._steps(train.global_batch)) is not None:
+            train = _updated(train, {"steps": steps})
+        return config.model_copy(update={**update, "train": train})
+
+    def _steps(self, global_batch: int) -> int | None:
+        """Return the number of steps that the program asks for; None: the job decides."""
+        steps, epochs = self._length
+        if steps is not None or self.samples is None:
+            return steps
+        size = len(self.samples.dataset)
+        if size < global_batch:
+            raise UserError(
+                f"engine.batches: the dataset has {counted(size, 'sample')}, fewer than a global batch of "
+                f"{global_batch}; give a smaller global_batch, or steps=… to read samples several times in a "
+                "step"
+            )
+        return max(1, math.floor((epochs or 1.0) * size / global_batch))
+
+
+def _with_table(module: Any, sharding: object) -> Any:
+    """Return the module with its sharding table."""
+    if sharding is not None and isinstance(module, nn.Module):
+        vars(module)["sharding"] = sharding
+    return module
+
+
+def _updated(table: Section, values: Mapping[str, Any]) -> Any:
+    """Return a table of the job with these values, checked."""
+    given = {key: getattr(table, key) for key in table.model_fields_set}
+    with _checked():
+        return type(table).model_validate({**given, **values})
+
+
+def _optimizer(table: Mapping[str, object]) -> Any:
+    """Return the optimizer that a program asks for, checked."""
+    with _checked():
+        return from_table(dict(table))
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """Raise what is wrong with a table as messages."""
+    try:
+        yield
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise ConfigError("what the program asks for", problems) from None
