@@ -33,7 +33,7 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     if not stack.sequence_parallel:
         yield calls("all_reduce", "tensor", "forward", passes, rank.activations)
         yield calls("all_reduce", "tensor", "backward", passes + sums, rank.activations)
-        yield calls("all_reduce", "tensor", "ends", m + m * rank.head, rank.activations)
+        yield calls("all_reduce", "tensor", "ends", m + m * rank.cut.first_has_head, rank.activations)
         return
     gathers = (repeated + rank.gathers_again * rank.backward_passes * several) * pairs
     yield calls("all_gather", "tensor", "forward", passes, rank.activations)
@@ -42,7 +42,7 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("reduce_scatter", "tensor", "backward", passes + sums, rank.activations)
     # The embedding and the head have one of these in forward and the other in backward.
     for kind in ("all_gather", "reduce_scatter"):
-        yield calls(kind, "tensor", "ends", m + m * rank.head, rank.activations)
+        yield calls(kind, "tensor", "ends", m + m * rank.cut.first_has_head, rank.activations)
 
 
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:
@@ -51,7 +51,7 @@ def loss_flows(rank: FirstRank) -> Iterator[Flow]:
     For each chunk these are the largest logit of each token, then its sum of exponentials and its target's
     logit.
     """
-    space, several = rank.space, (rank.space.tensor > 1) & rank.head
+    space, several = rank.space, (rank.space.tensor > 1) & rank.cut.first_has_head
     tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
     narrow = rank.work.float8 is not None and rank.work.float8.head
     chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device, narrow))

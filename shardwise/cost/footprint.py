@@ -91,14 +91,14 @@ def hold(work: Workload, space: Space, stack: Software) -> Holdings:
 def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
     """Return the same for distinct layouts. The fullest rank is the first, the last, or one between them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
-    engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
-    piped = (~alone).astype(float)
+    engine, has_head, folded = engine_of(layouts, work.model.experts), stages.first_has_head, stages.folded
+    piped = (layouts.pipeline > 1).astype(float)
     block, end = parts.block + parts.experts, parts.last + parts.copy * piped
     copy = Part(compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard)
     not_compressed = copy * -piped  # gradients that two stages sum are not compressed
     end_of_rank = end + not_compressed
     ranks = [
-        block * stages.first + parts.first + not_compressed + end_of_rank * (alone | folded).astype(float),
+        block * stages.first + parts.first + not_compressed + end_of_rank * has_head.astype(float),
         block * stages.middle,
         block * np.where(folded, 0.0, stages.last) + end_of_rank * (~folded).astype(float),
     ]
@@ -274,10 +274,9 @@ def _activations(
             logits = np.maximum(head_bytes(work, space, cluster.device_type, tokens) - live, 0.0)
     first = in_first * held.cut.first * kept + live + in_first * stage_input
     last = in_last * held.cut.last * kept + live + stage_input
-    first_has_head = (space.pipeline == 1) | held.cut.folded
-    first_is_fuller = first_has_head | (first >= last + logits)
+    first_is_fuller = held.cut.first_has_head | (first >= last + logits)
     activations = np.where(first_is_fuller, first, last)
-    return activations, np.where(first_has_head | ~first_is_fuller, logits, 0.0)
+    return activations, np.where(held.cut.first_has_head | ~first_is_fuller, logits, 0.0)
 
 
 def _units(

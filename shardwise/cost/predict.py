@@ -137,7 +137,7 @@ def _predict(work: Workload, space: Space, cluster: Cluster, stack: Software) ->
 
     # One micro-batch in the embedding and the head. If different ranks of a pipeline have them, their
     # collectives hide in the waits for the ranks between.
-    both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
+    both = np.where(held.cut.first_has_head, 1.0, 0.0)
     tensor_ends = both * _shown(stack, cluster) * links.seconds("tensor", "ends") / m
     data_ends = both * _exposed(links, "data", "ends", 1 / m, products, stack)
     lookup = compute.embedding(work, space, cluster)
@@ -409,8 +409,8 @@ def _float8_weights(work: Workload, space: Space, held: Holdings) -> Array | flo
     weights = held.cut.first * float8_weights(work, products_of(work, space))
     if not work.float8.head:
         return weights
-    has_head = (space.pipeline == 1) | held.cut.folded
-    return weights + np.where(has_head, work.model.vocabulary * work.model.hidden / space.tensor, 0.0)
+    head = work.model.vocabulary * work.model.hidden / space.tensor
+    return weights + np.where(held.cut.first_has_head, head, 0.0)
 
 
 def _optimizer(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:

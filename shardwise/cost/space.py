@@ -257,7 +257,7 @@ def space_of_layout(
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)
-    row["stages_per_rank"] = stages_per_rank(layout) if layout.pipeline > 1 else 1
+    row["stages_per_rank"] = stages_per_rank(layout)
     row["recompute"] = RECOMPUTE.index(recompute_mode(recompute))
     row["ring"] = int(layout.context > 1 and context_attention(model, layout) == "ring")
     row["offload"] = int(layout.offload)

@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.config.schedules import is_in_a_v, stages_per_rank
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, distinct
-from shardwise.plans.schedule import placement, round_count
+from shardwise.plans.schedule import rank_of_stage, round_count
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Cut:
 
     folded: Bools
     """Whether stages go from the first rank to the last and back (a V), so that the first has both ends."""
+    first_has_head: Bools
+    """Whether the first rank has the head: in a V, and without a pipeline."""
     stages: Ints
     """Number of stages of each rank."""
     first: Array
@@ -42,10 +44,11 @@ def cut(work: Workload, space: Space, stack: Software) -> Cut:
 
     If there are more stages than blocks, the last stage has only the head, and the first only the embedding.
     """
-    folded, stages = is_in_a_v(space), np.where(space.pipeline > 1, stages_per_rank(space), 1)
+    folded, stages = is_in_a_v(space), stages_per_rank(space)
     kinds, index = _kinds_of_cuts(space, stages, folded)
     sums = [_blocks_of_ranks(_stages_of_ranks(work, stack.balanced, *kind), folded=kind[2]) for kind in kinds]
-    return Cut(folded, stages, *np.asarray(sums).reshape(-1, 6)[index].T)  # (candidates, 6) -> six columns
+    columns = np.asarray(sums).reshape(-1, 6)[index].T  # (candidates, 6) -> six columns
+    return Cut(folded, folded | (space.pipeline == 1), stages, *columns)
 
 
 def first_rank_has(work: Workload, space: Space, stack: Software, cut: Cut, blocks: tuple[int, ...]) -> Ints:
@@ -73,7 +76,7 @@ def _stages_of_ranks(
     """Return, for each rank, the numbers of blocks of its stages in the model's order."""
     blocks: list[list[float]] = [[] for _ in range(ranks)]
     counts = _blocks_of_stages(work, balanced, ranks * per_rank)
-    for count, rank in zip(counts, placement(ranks, per_rank, folded), strict=True):
+    for count, rank in zip(counts, rank_of_stage(ranks, per_rank, folded), strict=True):
         blocks[rank].append(count)
     return blocks
 
@@ -95,7 +98,7 @@ def _first_rank_stages(
 ) -> list[range]:
     """Return the blocks of each stage of the first rank. Those of a program that cuts blocks are rounded."""
     edges = [0, *map(round, accumulate(_blocks_of_stages(work, balanced, ranks * per_rank)))]
-    places = placement(ranks, per_rank, folded)
+    places = rank_of_stage(ranks, per_rank, folded)
     return [range(*ends) for ends, rank in zip(pairwise(edges), places, strict=True) if rank == 0]
 
 

@@ -78,7 +78,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     sharded = ~(rank.engine.single | rank.plain)
     piped = space.pipeline > 1  # otherwise the rest of the model is one unit
     apart = piped | (not model.tied)  # whether the embedding is a unit by itself
-    positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
+    positions, head = (1 if model.positions == "learned" else 0), rank.cut.first_has_head.astype(np.int64)
     compressed = _measures(rank)
     blocks = Units(rank.cut.first, *(rank.cut.first * sizes.block for sizes in (rank.sizes, *compressed)))
     blocks = replace(blocks, cast=rank.cast_in_blocks)

@@ -38,7 +38,7 @@ from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import ModuleParameters
-from shardwise.config.schedules import Numbers
+from shardwise.config.schedules import Numbers, is_in_a_v, stages_per_rank
 from shardwise.plans.cut_stages import stage_blocks
 from shardwise.plans.dtypes import Dtypes
 from shardwise.plans.engine import engine_of
@@ -119,7 +119,7 @@ def _rank_parts(config: Config, layout: Layout) -> list[Part]:
     shards, shards_of_experts = (dense, experts) if layout.zero else (1, 1)
     parts = parts_of(config.model, layout.tensor, shards, layout.expert, shards_of_experts)
     parts = with_peers(parts, dense, experts, layout.zero or 0, layout.replica)
-    ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
+    ranks = rank_of_stage(layout.pipeline, stages_per_rank(layout), is_in_a_v(layout))
     counts = stage_blocks(
         config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None
     )

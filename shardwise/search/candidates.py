@@ -329,7 +329,7 @@ def _schedules(fixed: Mapping[str, object]) -> Iterator[tuple[ScheduleName, int]
         if fixed["schedule"] == schedule if "schedule" in fixed else facts.is_proposed:
             chosen = _number(fixed, "stages_per_rank")
             several = STAGES_PER_RANK if chosen is None else (chosen,)
-            counts = several if facts.is_interleaved else (facts.stages_per_rank,)
+            counts = dict.fromkeys(facts.stages_of_rank(count) for count in several)
             yield from ((schedule, count) for count in counts)
 
 
