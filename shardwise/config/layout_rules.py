@@ -18,7 +18,7 @@ from math import prod
 from operator import and_
 from typing import Any, Literal, NamedTuple, get_args
 
-from shardwise.config.axes import AXES
+from shardwise.config.axes import AXES, SEQUENCE_AXES
 from shardwise.config.check import divisors, nearest_multiples
 from shardwise.config.layout import Layout
 from shardwise.config.machine import Recompute
@@ -269,7 +269,7 @@ def _ring_problem(job: JobTables) -> str:
 
 def _sequence_problem(job: JobTables) -> str:
     model, length = job.model, job.data.sequence_length
-    degrees = {axis: getattr(job.layout, axis) for axis in ("context", "tensor")}
+    degrees = {axis: getattr(job.layout, axis) for axis in SEQUENCE_AXES}
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     multiple = sequence_multiple(model, job.layout)
     return (
@@ -299,13 +299,13 @@ SEQUENCE = (
     Rule(
         lambda job, layout: job.data.sequence_length % (layout.context * layout.tensor) != 0,
         _sequence_problem,
-        ("context", "tensor"),
+        SEQUENCE_AXES,
         _template("a sequence of {data.sequence_length} does not divide over context x tensor"),
     ),
     Rule(
         lambda job, layout: job.data.sequence_length % sequence_multiple(job.model, layout) != 0,
         _sequence_problem,
-        ("context", "tensor"),
+        SEQUENCE_AXES,
     ),
 )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardwise.config.axes import SEQUENCE_AXES
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, When, calls
 from shardwise.cost.space import Array
@@ -109,7 +110,7 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
         yield replace(calls("all_to_all", "expert", when, 2 * exchanges * several, rows), copies=copies)
     if model.balance_loss:
         loads = 2 * space.micro_batch * model.experts * rank.wide
-        for axis in ("context", "tensor"):
+        for axis in SEQUENCE_AXES:
             shared = getattr(space, axis) > 1
             yield calls("all_reduce", axis, "forward", rank.passes * shared, loads)
             yield calls("all_reduce", axis, "backward", full * shared, loads)

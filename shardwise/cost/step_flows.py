@@ -32,7 +32,7 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
     sends_embedding = (space.pipeline > 1) & ~has_head & model.tied
     yield calls("send", "pipeline", "step", sends_embedding, sizes.embedding // rank.shards * rank.stored)
     yield from _norm(rank)
-    for axis in ("context", "pipeline", "data", "replica", "tensor"):
+    for axis in RANK_AXES:
         yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * (4 + 2 * space.world))
     if rank.work.scales:
         for axis in RANK_AXES:
