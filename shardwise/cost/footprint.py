@@ -52,7 +52,7 @@ from shardwise.plans.chunks import chunk_bytes
 from shardwise.plans.dtypes import wide
 from shardwise.plans.engine import MAX_DEFERRED_SUMS, Engine, engine_of
 from shardwise.plans.grid import expert_shards
-from shardwise.plans.memory import residual_numbers
+from shardwise.plans.memory import StateFormat
 from shardwise.plans.slices import Part, Parts, parts_of, with_peers
 
 
@@ -305,14 +305,9 @@ def _on_the_device(
 ) -> dict[str, Array]:
     """Return the bytes of states in the memory of the device itself. If states are offloaded, these are only
     weights that stay gathered and gradients that stay whole between micro-batches."""
-    offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
-    on_host = {
-        "weights": stored * held.sharded,
-        "gradients": stored * held.sharded,
-        "optimizer": len(work.optimizer.slots) * stored * held.sharded,
-    }
-    whole_gradients = (space.zero == 1) & (space.accumulation > 1)
-    on_host["gradients"] = np.where(whole_gradients, 0.0, on_host["gradients"])
+    offloaded, values = space.offload == 1, BYTES[work.state_dtype] * held.sharded
+    gradients = np.where((space.zero == 1) & (space.accumulation > 1), 0.0, values)
+    on_host = {"weights": values, "gradients": gradients, "optimizer": len(work.optimizer.slots) * values}
     return {
         name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value)
         for name, value in states.items()
@@ -330,24 +325,22 @@ def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -
 def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
     """Return the bytes of weights, gradients, optimizer states and residuals, by the table of plans/memory.py
     with the widths of this program."""
-    stored = float(BYTES[work.state_dtype])
-    computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
-    reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
     if not stack.one_copy:
         return _two_copies(work, space, stack, engine, held)
+    computed = compute.weight_bytes(work, stack)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
-    wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
-    gathered = computed * held.gathered
-    weights = stored * held.shard + np.where(engine.keeps_gathered, gathered + wider * held.wide, 0.0)
-    if work.gathers is not None and work.gathers.backward_shards is not None:
-        weights = weights + np.where(space.zero == 3, gathered / work.gathers.backward_shards, 0.0)
-    residuals = residual_numbers(held, work.compression, space.zero, space.replica)
-    return {
-        "weights": weights,
-        "gradients": np.where(whole, reduced * held.whole, stored * held.shard),
-        "optimizer": len(work.optimizer.slots) * stored * held.shard,
-        "residuals": reduced * residuals + np.zeros(len(space)),
-    }
+    form = StateFormat(
+        stored=float(BYTES[work.state_dtype]),
+        computed=computed,
+        wide=BYTES[wide(work.precision)] if stack.wide_routers else computed,
+        summed=BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes,
+        slots=len(work.optimizer.slots),
+        keeps_whole_gradients=whole,
+        compression=work.compression,
+        backward_shards=None if work.gathers is None else work.gathers.backward_shards,
+    )
+    states = form.state_bytes(held, held, space, engine)
+    return {name: value + np.zeros(len(space)) for name, value in vars(states).items()}
 
 
 def _two_copies(
