@@ -169,8 +169,8 @@ def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
     quicker."""
     work = workload_of(config)
     workers = -(-devices // cluster.devices_per_node) if cluster.shared else devices
-    peaks, precision = cluster.device.peak, work.precision.split()[0]
-    peak = peaks.get(precision, max(peaks.values())) / min([1.0, *cluster.corrections.values()])
+    peaks = cluster.device.peak
+    peak = peaks.get(work.precision, max(peaks.values())) / min([1.0, *cluster.corrections.values()])
     return work.tokens * flops_per_token(config.model, work.sequence_length) / (workers * peak)
 
 
