@@ -119,6 +119,6 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
 def stage_flows(rank: FirstRank) -> Iterator[Flow]:
     """Yield the messages between stages: hidden states to the next one, their gradients to the one before."""
     space, several, stages = rank.space, rank.space.pipeline > 1, rank.cut.stages
-    onwards = np.where(rank.cut.folded, 1, stages) * space.accumulation * several
+    onwards = np.where(rank.cut.is_in_a_v, 1, stages) * space.accumulation * several
     backwards = (stages - 1) * space.accumulation * several
     yield calls("send", "pipeline", "pipeline", onwards + backwards, rank.activations // space.tensor)

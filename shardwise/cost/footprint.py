@@ -44,7 +44,7 @@ from shardwise.cost.space import (
     concatenate,
     distinct,
     is_compiled,
-    makes_blocks_again,
+    repeats_products,
     take,
 )
 from shardwise.cost.stage_blocks import Cut, cut
@@ -91,7 +91,7 @@ def hold(work: Workload, space: Space, stack: Software) -> Holdings:
 def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
     """Return the same for distinct layouts. The fullest rank is the first, the last, or one between them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
-    engine, has_head, folded = engine_of(layouts, work.model.experts), stages.first_has_head, stages.folded
+    engine, has_head, in_a_v = engine_of(layouts, work.model.experts), stages.first_has_head, stages.is_in_a_v
     piped = (layouts.pipeline > 1).astype(float)
     block, end = parts.block + parts.experts, parts.last + parts.copy * piped
     copy = Part(compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard)
@@ -100,7 +100,7 @@ def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
     ranks = [
         block * stages.first + parts.first + not_compressed + end_of_rank * has_head.astype(float),
         block * stages.middle,
-        block * np.where(folded, 0.0, stages.last) + end_of_rank * (~folded).astype(float),
+        block * np.where(in_a_v, 0.0, stages.last) + end_of_rank * (~in_a_v).astype(float),
     ]
     states = [_states(work, layouts, stack, engine, rank) for rank in ranks]
     totals = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states])  # (3, layouts)
@@ -160,7 +160,7 @@ def activation_bytes(
     if capped := model.attention_softcap is not None:
         scores = _capped_scores(work) * work.sequence_length * model.heads / tensor
     block = stack.activation * ((6 if model.post_norms else 4) * residual + 2 * queries + keys + inner)
-    none = block + scores + gathered - _cast_anew(work, space, stack, device_type)
+    none = block + scores + gathered - _not_kept_for_float8(work, space, stack, device_type)
     if stack.flash:
         selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
     else:  # only the scores are recomputed (Korthikanti et al. 2022)
@@ -189,7 +189,7 @@ def activation_bytes(
     return tokens * size * kept, tokens * size * live
 
 
-def _cast_anew(work: Workload, space: Space, stack: Software, device_type: str) -> Array | float:
+def _not_kept_for_float8(work: Workload, space: Space, stack: Software, device_type: str) -> Array | float:
     """Return the values per token that a compiled block with products in float8 does not keep.
 
     The outputs of norms and of the activation are needed only in 8 bits, so backward makes them again from
@@ -234,7 +234,7 @@ def footprint(
     float8_head = work.float8 is not None and work.float8.head
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
-    not_kept = makes_blocks_again(work, space) | casts_again
+    not_kept = repeats_products(work, space) | casts_again
     needed = np.where(not_kept, 0.0 if float8_head else head, held.parameters)
     casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)

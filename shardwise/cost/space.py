@@ -229,7 +229,7 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
     return first, np.repeat(of_runs, np.diff(starts, append=len(begins)))
 
 
-def makes_blocks_again(work: Workload, space: Space) -> Bools:
+def repeats_products(work: Workload, space: Space) -> Bools:
     """Return whether backward repeats a block's products and collectives. Those of experts are kept unless
     everything is recomputed."""
     again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
