@@ -19,7 +19,7 @@ from shardwise.resilience.stopping import INTERRUPTED
 from shardwise.units import GIB
 
 if TYPE_CHECKING:
-    from shardwise.cost.cluster import Cluster, Device, Link
+    from shardwise.cost.cluster import Cluster, Link
     from shardwise.mesh import Worker
     from shardwise.probe.probe_budget import Budget
     from shardwise.probe.probe_progress import ProgressCallback
@@ -170,7 +170,7 @@ def _as_text(cluster: Cluster) -> list[str]:
     rows = {
         "devices": f"{nodes}{cluster.devices_per_node} x {device.name}; figures are of {whose}",
         **{
-            f"{precision} products": _speed(peak, _share(device, precision))
+            f"{precision} products": _speed(peak, device.matmul_share(precision))
             for precision, peak in device.peak.items()
         },
         "short sides": f"cost as much as the work at {device.matmul_knee:.0f}",
@@ -198,10 +198,6 @@ def _link_rows(where: str, link: Link) -> list[str]:
         for row in link.measured
     )
     return ["", head, *rows]
-
-
-def _share(device: Device, precision: str) -> float:
-    return device.matmul_float8 if precision == "float8" else device.matmul
 
 
 def _speed(peak: float, share: float) -> str:

@@ -78,7 +78,8 @@ def parse_codec(text: str) -> Codec:
     match = re.fullmatch(r"([\w-]+)(?:\(([^()]*)\))?", text.strip())
     codec = None if match is None else _find(match[1])
     if match is None or codec is None:
-        raise ValueError(f"no codec {text!r}; one of {', '.join(_usages())}")
+        added = {entry.name for entry in entry_points(group=GROUP)} - BUILT_IN.keys()
+        raise ValueError(f"no codec {text!r}; one of {', '.join([*built_in_usages(), *sorted(added)])}")
     argument = match[2]
     if codec.argument is None:
         if argument is not None:
@@ -99,10 +100,9 @@ def parse_row_codec(text: str) -> RowCodec:
     return codec
 
 
-def _usages() -> list[str]:
-    """Return how a job writes each codec of this folder, and the names of those of other packages."""
-    added = {entry.name for entry in entry_points(group=GROUP)} - BUILT_IN.keys()
-    return [*(codec.usage() for codec in BUILT_IN.values()), *sorted(added)]
+def built_in_usages() -> list[str]:
+    """Return how a job writes each codec of this folder, for example `topk(0.01)`."""
+    return [codec.usage() for codec in BUILT_IN.values()]
 
 
 def _number(text: str | None) -> float | None:

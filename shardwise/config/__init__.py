@@ -36,7 +36,7 @@ from shardwise.config.read import (
     read,
     read_with_origins,
 )
-from shardwise.config.schedules import SCHEDULES, splits_backward, stages_per_rank
+from shardwise.config.schedules import SCHEDULES, splits_backward, stage_count, stages_per_rank
 from shardwise.config.schema import (
     Checkpoint,
     Config,
@@ -93,6 +93,7 @@ __all__ = [
     "read_with_origins",
     "sequence_multiple",
     "splits_backward",
+    "stage_count",
     "stages_per_rank",
     "to_toml",
     "with_dividing_backward_shards",

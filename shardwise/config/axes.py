@@ -12,5 +12,7 @@ AXES = (*RANK_AXES, "expert")
 """Every axis that a layout can name."""
 MODEL_AXES = ("pipeline", "context", "tensor", "expert")
 """Axes along which devices share one copy of the model; along the others they read different data."""
-TOKEN_AXES = ("replica", "data", "context", "tensor")
+SEQUENCE_AXES = ("context", "tensor")
+"""Axes whose devices share the tokens of one sequence."""
+TOKEN_AXES = ("replica", "data", *SEQUENCE_AXES)
 """Axes along which the devices of one stage route different tokens to the experts."""

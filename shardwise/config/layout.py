@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from shardwise.codecs import parse_codec
+from shardwise.codecs import parse_codec, weight_codecs
+from shardwise.codecs.registry import built_in_usages
 from shardwise.config.compression import AUTO
 from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 from shardwise.section import Degree, Positive, Section
@@ -75,9 +76,9 @@ class Layout(Section):
     )
     compression: str | None = Field(
         None,
-        description="codec that compresses gradients between devices, which changes the results: `bfloat16`, "
-        "`float16`, `float8`, `int8`, `int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, "
-        "`powersgd(4)`; `auto`: the planner decides; see docs/compression.md",
+        description="codec that compresses gradients between devices, which changes the results: "
+        f"{', '.join(map('`{}`'.format, built_in_usages()))}; `{AUTO}`: the planner decides; see "
+        "docs/compression.md",
     )
     compression_axes: Literal["all", "replica"] = Field(
         "all",
@@ -88,7 +89,7 @@ class Layout(Section):
     weight_compression: str | None = Field(
         None,
         description="codec that compresses sharded weights when they are gathered, which changes the "
-        "results: `int8`, `float8` or `int4`; see docs/compression.md",
+        f"results: {', '.join(map('`{}`'.format, weight_codecs()))}; see docs/compression.md",
     )
     backward_shards: Positive | None = Field(
         None,

@@ -18,12 +18,12 @@ from math import prod
 from operator import and_
 from typing import Any, Literal, NamedTuple, get_args
 
-from shardwise.config.axes import AXES
+from shardwise.config.axes import AXES, SEQUENCE_AXES
 from shardwise.config.check import divisors, nearest_multiples
 from shardwise.config.layout import Layout
 from shardwise.config.machine import Recompute
 from shardwise.config.model import Model
-from shardwise.config.schedules import Numbers, problem_of_stages, splits_backward, stages_per_rank
+from shardwise.config.schedules import Numbers, problem_of_stages, splits_backward, stage_count
 from shardwise.config.schema import Data, Train
 from shardwise.drivers.registry import driver_named
 
@@ -120,16 +120,12 @@ TENSOR = (
 
 def cut_fits(stages: tuple[int, ...], model: Model, layout: AnyLayout) -> Numbers:
     """Whether the stages that the user gave match the pipeline's number of stages and contain all blocks."""
-    return (layout.pipeline * stages_per_rank(layout) == len(stages)) & (sum(stages) == model.layers)
+    return (stage_count(layout) == len(stages)) & (sum(stages) == model.layers)
 
 
 def _cut_is_wrong(job: JobTables, layout: AnyLayout) -> Numbers:
     stages = job.layout.stages
     return bool(stages) & (layout.pipeline > 1) & (cut_fits(stages or (), job.model, layout) == 0)
-
-
-def _stages(job: JobTables) -> int:
-    return int(job.layout.pipeline * stages_per_rank(job.layout))
 
 
 PIPELINE = (
@@ -138,13 +134,11 @@ PIPELINE = (
         lambda job: problem_of_stages(job.layout.schedule, job.layout.stages_per_rank) or "",
     ),
     Rule(
-        lambda job, layout: (
-            (layout.pipeline > 1) & (layout.pipeline * stages_per_rank(layout) > job.model.layers)
-        ),
+        lambda job, layout: (layout.pipeline > 1) & (stage_count(layout) > job.model.layers),
         lambda job: (
             f"layout.pipeline = {job.layout.pipeline}: {job.layout.schedule} cuts the model into "
-            f"{_stages(job)} stages of at least one block, and model.layers = {job.model.layers} makes at "
-            f"most {job.model.layers} stages"
+            f"{stage_count(job.layout)} stages of at least one block, and model.layers = {job.model.layers} "
+            f"makes at most {job.model.layers} stages"
         ),
         ("pipeline",),
         _template("pipeline has more stages than the model's {model.layers} blocks"),
@@ -152,8 +146,8 @@ PIPELINE = (
     Rule(
         _cut_is_wrong,
         lambda job: (
-            f"layout.stages = {list(job.layout.stages or ())}: give {_stages(job)} numbers that add up to "
-            f"model.layers = {job.model.layers}, or leave it out"
+            f"layout.stages = {list(job.layout.stages or ())}: give {stage_count(job.layout)} numbers that "
+            f"add up to model.layers = {job.model.layers}, or leave it out"
         ),
     ),
 )
@@ -275,7 +269,7 @@ def _ring_problem(job: JobTables) -> str:
 
 def _sequence_problem(job: JobTables) -> str:
     model, length = job.model, job.data.sequence_length
-    degrees = {axis: getattr(job.layout, axis) for axis in ("context", "tensor")}
+    degrees = {axis: getattr(job.layout, axis) for axis in SEQUENCE_AXES}
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     multiple = sequence_multiple(model, job.layout)
     return (
@@ -305,13 +299,13 @@ SEQUENCE = (
     Rule(
         lambda job, layout: job.data.sequence_length % (layout.context * layout.tensor) != 0,
         _sequence_problem,
-        ("context", "tensor"),
+        SEQUENCE_AXES,
         _template("a sequence of {data.sequence_length} does not divide over context x tensor"),
     ),
     Rule(
         lambda job, layout: job.data.sequence_length % sequence_multiple(job.model, layout) != 0,
         _sequence_problem,
-        ("context", "tensor"),
+        SEQUENCE_AXES,
     ),
 )
 

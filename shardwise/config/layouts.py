@@ -196,8 +196,8 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
     """Yield layouts with other degrees and simpler choices, on `world` devices if that number is known."""
     experts = divisors(model.experts) if model.experts else [1]
     open_ = layout.attention == "ulysses" or not ring_supports_any_length(model)
-    attentions = {layout.attention, "auto" if open_ else layout.attention}
-    schedules = {(layout.schedule, layout.stages_per_rank), (DEFAULT_SCHEDULE, None)}
+    attentions = dict.fromkeys((layout.attention, "auto" if open_ else layout.attention))
+    schedules = dict.fromkeys(((layout.schedule, layout.stages_per_rank), (DEFAULT_SCHEDULE, None)))
     for degrees in _other_degrees(layout, world):
         for expert, attention, (schedule, per_rank) in product(experts, attentions, schedules):
             choices = {"attention": attention, "schedule": schedule, "stages_per_rank": per_rank}

@@ -93,6 +93,11 @@ class ScheduleFacts:
     is_proposed: bool = True
     """Whether the planner tries it if the job does not name it."""
 
+    def stages_of_rank(self, asked: Numbers) -> Numbers:
+        """Return the number of stages of a rank: the one asked for if the schedule lets a job choose it and
+        it is not None, else the schedule's own."""
+        return asked if self.is_interleaved and asked is not None else self.stages_per_rank
+
 
 SCHEDULE_FACTS: dict[str, ScheduleFacts] = {
     # The planner does not propose gpipe: 1f1b takes the same time and keeps fewer activations.
@@ -145,10 +150,14 @@ def is_interleaved(layout: Pipeline) -> Numbers:
 
 
 def stages_per_rank(layout: Pipeline) -> Numbers:
-    """Return the number of stages of a rank: the layout's if the schedule allows it, else the schedule's."""
-    usual = schedule_value(layout.schedule, lambda facts: facts.stages_per_rank)
-    asked = usual if layout.stages_per_rank is None else layout.stages_per_rank
-    return usual + schedule_value(layout.schedule, lambda facts: facts.is_interleaved) * (asked - usual)
+    """Return the number of stages of a rank. Without a pipeline the whole model is one stage."""
+    of_schedule = schedule_value(layout.schedule, lambda facts: facts.stages_of_rank(layout.stages_per_rank))
+    return 1 + (layout.pipeline > 1) * (of_schedule - 1)
+
+
+def stage_count(layout: Pipeline) -> Numbers:
+    """Return the number of stages into which the model is cut."""
+    return layout.pipeline * stages_per_rank(layout)
 
 
 def problem_of_stages(schedule: str, asked: int | None) -> str | None:

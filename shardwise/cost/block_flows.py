@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardwise.config.axes import SEQUENCE_AXES
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, When, calls
 from shardwise.cost.space import Array
@@ -33,7 +34,7 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     if not stack.sequence_parallel:
         yield calls("all_reduce", "tensor", "forward", passes, rank.activations)
         yield calls("all_reduce", "tensor", "backward", passes + sums, rank.activations)
-        yield calls("all_reduce", "tensor", "ends", m + m * rank.head, rank.activations)
+        yield calls("all_reduce", "tensor", "ends", m + m * rank.cut.first_has_head, rank.activations)
         return
     gathers = (repeated + rank.gathers_again * rank.backward_passes * several) * pairs
     yield calls("all_gather", "tensor", "forward", passes, rank.activations)
@@ -42,7 +43,7 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("reduce_scatter", "tensor", "backward", passes + sums, rank.activations)
     # The embedding and the head have one of these in forward and the other in backward.
     for kind in ("all_gather", "reduce_scatter"):
-        yield calls(kind, "tensor", "ends", m + m * rank.head, rank.activations)
+        yield calls(kind, "tensor", "ends", m + m * rank.cut.first_has_head, rank.activations)
 
 
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:
@@ -51,7 +52,7 @@ def loss_flows(rank: FirstRank) -> Iterator[Flow]:
     For each chunk these are the largest logit of each token, then its sum of exponentials and its target's
     logit.
     """
-    space, several = rank.space, (rank.space.tensor > 1) & rank.head
+    space, several = rank.space, (rank.space.tensor > 1) & rank.cut.first_has_head
     tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
     narrow = rank.work.float8 is not None and rank.work.float8.head
     chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device, narrow))
@@ -109,7 +110,7 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
         yield replace(calls("all_to_all", "expert", when, 2 * exchanges * several, rows), copies=copies)
     if model.balance_loss:
         loads = 2 * space.micro_batch * model.experts * rank.wide
-        for axis in ("context", "tensor"):
+        for axis in SEQUENCE_AXES:
             shared = getattr(space, axis) > 1
             yield calls("all_reduce", axis, "forward", rank.passes * shared, loads)
             yield calls("all_reduce", axis, "backward", full * shared, loads)
@@ -118,6 +119,6 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
 def stage_flows(rank: FirstRank) -> Iterator[Flow]:
     """Yield the messages between stages: hidden states to the next one, their gradients to the one before."""
     space, several, stages = rank.space, rank.space.pipeline > 1, rank.cut.stages
-    onwards = np.where(rank.cut.folded, 1, stages) * space.accumulation * several
+    onwards = np.where(rank.cut.is_in_a_v, 1, stages) * space.accumulation * several
     backwards = (stages - 1) * space.accumulation * several
     yield calls("send", "pipeline", "pipeline", onwards + backwards, rank.activations // space.tensor)

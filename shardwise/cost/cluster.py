@@ -63,7 +63,11 @@ class Device:
     """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both.
     Cores that wait for a network between nodes can compute in any case (cost/price.py)."""
     watts: float | None = None
-    """Rated power."""
+    """Rated power of the device."""
+
+    def matmul_share(self, precision: str) -> float:
+        """Return the share of the peak in this precision that matrix products reach."""
+        return self.matmul_float8 if precision in ("float8", "float4") else self.matmul
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Group:
     """Devices that communicate with each other."""
 
     size: Array
-    """Number of devices."""
+    """Number of devices in the group of each candidate."""
     inside: Array
     """Number of them that share a node."""
 

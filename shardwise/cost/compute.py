@@ -27,8 +27,8 @@ from shardwise.cost.float8_work import Streamed, block_traffic, head_chunk, head
 from shardwise.cost.matmuls import BlockProduct, products_of, share_in_float8, tokens_here
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Space, Workload, is_compiled
-from shardwise.plans import dtypes
 from shardwise.plans.cut_stages import BYTES_OF_A_LOOKUP
+from shardwise.plans.dtypes import value_dtype
 from shardwise.plans.float8_choice import fits
 
 ATTENTION_BACKWARD = 2.5
@@ -84,7 +84,7 @@ class BlockSeconds:
 
 def value_bytes(work: Workload) -> int:
     """Return the bytes of one activation."""
-    return dtypes.value_bytes(work.precision)
+    return BYTES[value_dtype(work.precision)]
 
 
 def weight_bytes(work: Workload, stack: Software) -> float:
@@ -104,14 +104,15 @@ def casts(work: Workload) -> bool:
 
 def product(m: Array, n: Array, k: Array, device: Device, precision: str, sharing: Array | float) -> Array:
     """Return the seconds of a matrix product (m x k) by (k x n) on one of `sharing` workers of a device."""
+    flops, small = 2 * m * n * k, 1 + device.matmul_knee * (1 / m + 1 / n + 1 / k)
+
+    def seconds(precision: str) -> Array:
+        speed = device.peak[precision] * device.matmul_share(precision) / sharing
+        return flops / speed * small
+
     if precision == "float4":  # some products stay in 16 bits
-        wide = product(m, n, k, device, "bfloat16", sharing)
-        return KEPT_WIDE * wide + (1 - KEPT_WIDE) * product(m, n, k, device, "float4 alone", sharing)
-    name = precision.split()[0]
-    share = device.matmul_float8 if name in ("float8", "float4") else device.matmul
-    speed = device.peak[name] * share / sharing
-    result: Array = 2 * m * n * k / speed * (1 + device.matmul_knee * (1 / m + 1 / n + 1 / k))
-    return result
+        return KEPT_WIDE * seconds("bfloat16") + (1 - KEPT_WIDE) * seconds(precision)
+    return seconds(precision)
 
 
 def workers_sharing(space: Space, cluster: Cluster) -> Array | float:
@@ -192,7 +193,7 @@ def _quantised(work: Workload, space: Space) -> Array | float:
     """Return the values per token that other programs move to scale and cast the inputs of products in 8 or 4
     bits."""
     model = work.model
-    if work.precision not in ("float8", "float4"):
+    if work.precision == value_dtype(work.precision):
         return 0.0
     inner = model.experts_per_token * model.expert_width if model.experts else model.ffn
     return QUANTISING * (2 * model.hidden + (model.heads * model.head_dim + inner) / space.tensor)
@@ -206,7 +207,7 @@ def _attention(
     model, length = work.model, work.sequence_length
     device, on_gpu = cluster.device, cluster.device_type == "cuda"
     pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
-    precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
+    precision = value_dtype(work.precision)
     if not stack.flash or model.attention_softcap is not None:
         heads = space.micro_batch * model.heads / space.tensor
         side, inner = np.full_like(pairs, length), np.full_like(pairs, model.head_dim)
@@ -232,7 +233,7 @@ def head(work: Workload, space: Space, cluster: Cluster, stack: Software) -> tup
     """Return the seconds of the output head's products, and of the loss: both passes of one micro-batch."""
     model, sharing = work.model, workers_sharing(space, cluster)
     tokens, rows = tokens_here(work, space), model.vocabulary / space.tensor
-    precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
+    precision = value_dtype(work.precision)
     moved = tokens * rows * stack.loss_traffic
     if work.float8 is not None and work.float8.head:
         precision = "float8"

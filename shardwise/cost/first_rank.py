@@ -67,12 +67,6 @@ class FirstRank:
         return plain
 
     @cached_property
-    def head(self) -> Bools:
-        """Whether rank 0 has the last norm and the head."""
-        has_head: Bools = self.cut.folded | (self.space.pipeline == 1)
-        return has_head
-
-    @cached_property
     def halved(self) -> Ints:
         """Number of micro-batches whose backward through the model's last stage rank 0 runs in two halves."""
         m, p, v = self.space.accumulation, self.space.pipeline, self.space.stages_per_rank

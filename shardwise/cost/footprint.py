@@ -44,7 +44,7 @@ from shardwise.cost.space import (
     concatenate,
     distinct,
     is_compiled,
-    makes_blocks_again,
+    repeats_products,
     take,
 )
 from shardwise.cost.stage_blocks import Cut, cut
@@ -52,7 +52,7 @@ from shardwise.plans.chunks import chunk_bytes
 from shardwise.plans.dtypes import wide
 from shardwise.plans.engine import MAX_DEFERRED_SUMS, Engine, engine_of
 from shardwise.plans.grid import expert_shards
-from shardwise.plans.memory import residual_numbers
+from shardwise.plans.memory import StateFormat
 from shardwise.plans.slices import Part, Parts, parts_of, with_peers
 
 
@@ -91,16 +91,16 @@ def hold(work: Workload, space: Space, stack: Software) -> Holdings:
 def _hold_layouts(work: Workload, layouts: Space, stack: Software) -> Holdings:
     """Return the same for distinct layouts. The fullest rank is the first, the last, or one between them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
-    engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
-    piped = (~alone).astype(float)
+    engine, has_head, in_a_v = engine_of(layouts, work.model.experts), stages.first_has_head, stages.is_in_a_v
+    piped = (layouts.pipeline > 1).astype(float)
     block, end = parts.block + parts.experts, parts.last + parts.copy * piped
     copy = Part(compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard)
     not_compressed = copy * -piped  # gradients that two stages sum are not compressed
     end_of_rank = end + not_compressed
     ranks = [
-        block * stages.first + parts.first + not_compressed + end_of_rank * (alone | folded).astype(float),
+        block * stages.first + parts.first + not_compressed + end_of_rank * has_head.astype(float),
         block * stages.middle,
-        block * np.where(folded, 0.0, stages.last) + end_of_rank * (~folded).astype(float),
+        block * np.where(in_a_v, 0.0, stages.last) + end_of_rank * (~in_a_v).astype(float),
     ]
     states = [_states(work, layouts, stack, engine, rank) for rank in ranks]
     totals = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states])  # (3, layouts)
@@ -160,7 +160,7 @@ def activation_bytes(
     if capped := model.attention_softcap is not None:
         scores = _capped_scores(work) * work.sequence_length * model.heads / tensor
     block = stack.activation * ((6 if model.post_norms else 4) * residual + 2 * queries + keys + inner)
-    none = block + scores + gathered - _cast_anew(work, space, stack, device_type)
+    none = block + scores + gathered - _not_kept_for_float8(work, space, stack, device_type)
     if stack.flash:
         selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
     else:  # only the scores are recomputed (Korthikanti et al. 2022)
@@ -189,7 +189,7 @@ def activation_bytes(
     return tokens * size * kept, tokens * size * live
 
 
-def _cast_anew(work: Workload, space: Space, stack: Software, device_type: str) -> Array | float:
+def _not_kept_for_float8(work: Workload, space: Space, stack: Software, device_type: str) -> Array | float:
     """Return the values per token that a compiled block with products in float8 does not keep.
 
     The outputs of norms and of the activation are needed only in 8 bits, so backward makes them again from
@@ -234,7 +234,7 @@ def footprint(
     float8_head = work.float8 is not None and work.float8.head
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
-    not_kept = makes_blocks_again(work, space) | casts_again
+    not_kept = repeats_products(work, space) | casts_again
     needed = np.where(not_kept, 0.0 if float8_head else head, held.parameters)
     casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
@@ -274,10 +274,9 @@ def _activations(
             logits = np.maximum(head_bytes(work, space, cluster.device_type, tokens) - live, 0.0)
     first = in_first * held.cut.first * kept + live + in_first * stage_input
     last = in_last * held.cut.last * kept + live + stage_input
-    first_has_head = (space.pipeline == 1) | held.cut.folded
-    first_is_fuller = first_has_head | (first >= last + logits)
+    first_is_fuller = held.cut.first_has_head | (first >= last + logits)
     activations = np.where(first_is_fuller, first, last)
-    return activations, np.where(first_has_head | ~first_is_fuller, logits, 0.0)
+    return activations, np.where(held.cut.first_has_head | ~first_is_fuller, logits, 0.0)
 
 
 def _units(
@@ -306,14 +305,9 @@ def _on_the_device(
 ) -> dict[str, Array]:
     """Return the bytes of states in the memory of the device itself. If states are offloaded, these are only
     weights that stay gathered and gradients that stay whole between micro-batches."""
-    offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
-    on_host = {
-        "weights": stored * held.sharded,
-        "gradients": stored * held.sharded,
-        "optimizer": len(work.optimizer.slots) * stored * held.sharded,
-    }
-    whole_gradients = (space.zero == 1) & (space.accumulation > 1)
-    on_host["gradients"] = np.where(whole_gradients, 0.0, on_host["gradients"])
+    offloaded, values = space.offload == 1, BYTES[work.state_dtype] * held.sharded
+    gradients = np.where((space.zero == 1) & (space.accumulation > 1), 0.0, values)
+    on_host = {"weights": values, "gradients": gradients, "optimizer": len(work.optimizer.slots) * values}
     return {
         name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value)
         for name, value in states.items()
@@ -331,24 +325,22 @@ def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -
 def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
     """Return the bytes of weights, gradients, optimizer states and residuals, by the table of plans/memory.py
     with the widths of this program."""
-    stored = float(BYTES[work.state_dtype])
-    computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
-    reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
     if not stack.one_copy:
         return _two_copies(work, space, stack, engine, held)
+    computed = compute.weight_bytes(work, stack)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
-    wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
-    gathered = computed * held.gathered
-    weights = stored * held.shard + np.where(engine.keeps_gathered, gathered + wider * held.wide, 0.0)
-    if work.gathers is not None and work.gathers.backward_shards is not None:
-        weights = weights + np.where(space.zero == 3, gathered / work.gathers.backward_shards, 0.0)
-    residuals = residual_numbers(held, work.compression, space.zero, space.replica)
-    return {
-        "weights": weights,
-        "gradients": np.where(whole, reduced * held.whole, stored * held.shard),
-        "optimizer": len(work.optimizer.slots) * stored * held.shard,
-        "residuals": reduced * residuals + np.zeros(len(space)),
-    }
+    form = StateFormat(
+        stored=float(BYTES[work.state_dtype]),
+        computed=computed,
+        wide=BYTES[wide(work.precision)] if stack.wide_routers else computed,
+        summed=BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes,
+        slots=len(work.optimizer.slots),
+        keeps_whole_gradients=whole,
+        compression=work.compression,
+        backward_shards=None if work.gathers is None else work.gathers.backward_shards,
+    )
+    states = form.state_bytes(held, held, space, engine)
+    return {name: value + np.zeros(len(space)) for name, value in vars(states).items()}
 
 
 def _two_copies(

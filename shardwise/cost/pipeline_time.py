@@ -184,7 +184,7 @@ def least_ranks(
     split = np.where(splits_backward(space), 1 / 3, 1.0)
     middle = m * cut.middle * layer + split * (embedding + cut.before_middle * layer)
     last = m * (cut.last * layer + head) + split * (embedding + cut.before_last * layer)
-    ended = np.where(held.cut.folded, middle, np.maximum(middle, last))
+    ended = np.where(held.cut.is_in_a_v, middle, np.maximum(middle, last))
     return np.where(space.pipeline > 1, np.maximum(ended, m * slowest), m * slowest)
 
 

@@ -56,7 +56,7 @@ from shardwise.cost.matmuls import float8_weights, products_of, tokens_here
 from shardwise.cost.pipeline_time import StepTerms, bubble, exposed, least_ranks, step_of, total
 from shardwise.cost.price import Priced, price
 from shardwise.cost.software import SHARDWISE, Software
-from shardwise.cost.space import Array, Bools, Ints, Space, Workload, concatenate, makes_blocks_again
+from shardwise.cost.space import Array, Bools, Ints, Space, Workload, concatenate, repeats_products
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
 from shardwise.plans.engine import engine_of
@@ -137,7 +137,7 @@ def _predict(work: Workload, space: Space, cluster: Cluster, stack: Software) ->
 
     # One micro-batch in the embedding and the head. If different ranks of a pipeline have them, their
     # collectives hide in the waits for the ranks between.
-    both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
+    both = np.where(held.cut.first_has_head, 1.0, 0.0)
     tensor_ends = both * _shown(stack, cluster) * links.seconds("tensor", "ends") / m
     data_ends = both * _exposed(links, "data", "ends", 1 / m, products, stack)
     lookup = compute.embedding(work, space, cluster)
@@ -231,7 +231,7 @@ def _host(work: Workload, space: Space, cluster: Cluster, stack: Software) -> Ar
 def _kernels(work: Workload, space: Space, stack: Software, starts: float = 1.0) -> Array:
     """Return the number of kernels of one block for one micro-batch, in both passes. Those of the block
     itself count `starts` times."""
-    full = np.where(makes_blocks_again(work, space), 1.0, 0.0)
+    full = np.where(repeats_products(work, space), 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
     of_block = (stack.kernels * starts + routing) * (3 + full) + starts * float8_kernels(work)
@@ -288,7 +288,7 @@ def _tensor(
     """
     shown = _shown(stack, cluster) * per_block
     forward, backward = (shown * links.seconds("tensor", when) for when in ("forward", "backward"))
-    calls = np.where(makes_blocks_again(work, space), 12.0, 8.0)
+    calls = np.where(repeats_products(work, space), 12.0, 8.0)
     meeting = host + stack.pipeline_jitter * space.tensor * calls
     late = np.maximum(meeting - computing - forward - backward, 0.0)
     late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)
@@ -409,8 +409,8 @@ def _float8_weights(work: Workload, space: Space, held: Holdings) -> Array | flo
     weights = held.cut.first * float8_weights(work, products_of(work, space))
     if not work.float8.head:
         return weights
-    has_head = (space.pipeline == 1) | held.cut.folded
-    return weights + np.where(has_head, work.model.vocabulary * work.model.hidden / space.tensor, 0.0)
+    head = work.model.vocabulary * work.model.hidden / space.tensor
+    return weights + np.where(held.cut.first_has_head, head, 0.0)
 
 
 def _optimizer(work: Workload, space: Space, cluster: Cluster, held: Holdings) -> Array:
@@ -426,8 +426,8 @@ def _slowest(
 ) -> tuple[Array, Array]:
     """Return the seconds of a micro-batch on the slowest pipeline rank, and on average."""
     alone = space.pipeline == 1
-    first = held.cut.first * layer + embedding + np.where(held.cut.folded, head, 0.0)
-    last = np.where(held.cut.folded, 0.0, held.cut.last * layer + head)
+    first = held.cut.first * layer + embedding + np.where(held.cut.is_in_a_v, head, 0.0)
+    last = np.where(held.cut.is_in_a_v, 0.0, held.cut.last * layer + head)
     middle = held.cut.middle * layer
     average = (layers * layer + embedding + head) / space.pipeline
     slowest = np.maximum(np.maximum(np.maximum(first, last), middle), average)

@@ -229,7 +229,7 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
     return first, np.repeat(of_runs, np.diff(starts, append=len(begins)))
 
 
-def makes_blocks_again(work: Workload, space: Space) -> Bools:
+def repeats_products(work: Workload, space: Space) -> Bools:
     """Return whether backward repeats a block's products and collectives. Those of experts are kept unless
     everything is recomputed."""
     again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
@@ -257,7 +257,7 @@ def space_of_layout(
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)
-    row["stages_per_rank"] = stages_per_rank(layout) if layout.pipeline > 1 else 1
+    row["stages_per_rank"] = stages_per_rank(layout)
     row["recompute"] = RECOMPUTE.index(recompute_mode(recompute))
     row["ring"] = int(layout.context > 1 and context_attention(model, layout) == "ring")
     row["offload"] = int(layout.offload)

@@ -12,15 +12,17 @@ import numpy as np
 from shardwise.config.schedules import is_in_a_v, stages_per_rank
 from shardwise.cost.software import Software
 from shardwise.cost.space import Array, Bools, Ints, Space, Workload, distinct
-from shardwise.plans.schedule import placement, round_count
+from shardwise.plans.schedule import rank_of_stage, round_count
 
 
 @dataclass(frozen=True)
 class Cut:
     """Numbers of blocks on the pipeline ranks of every candidate."""
 
-    folded: Bools
+    is_in_a_v: Bools
     """Whether stages go from the first rank to the last and back (a V), so that the first has both ends."""
+    first_has_head: Bools
+    """Whether the first rank has the head: in a V, and without a pipeline."""
     stages: Ints
     """Number of stages of each rank."""
     first: Array
@@ -42,15 +44,16 @@ def cut(work: Workload, space: Space, stack: Software) -> Cut:
 
     If there are more stages than blocks, the last stage has only the head, and the first only the embedding.
     """
-    folded, stages = is_in_a_v(space), np.where(space.pipeline > 1, stages_per_rank(space), 1)
-    kinds, index = _kinds_of_cuts(space, stages, folded)
-    sums = [_blocks_of_ranks(_stages_of_ranks(work, stack.balanced, *kind), folded=kind[2]) for kind in kinds]
-    return Cut(folded, stages, *np.asarray(sums).reshape(-1, 6)[index].T)  # (candidates, 6) -> six columns
+    in_a_v, stages = is_in_a_v(space), stages_per_rank(space)
+    kinds, index = _kinds_of_cuts(space, stages, in_a_v)
+    sums = [_blocks_of_ranks(_stages_of_ranks(work, stack.balanced, *kind), in_a_v=kind[2]) for kind in kinds]
+    columns = np.asarray(sums).reshape(-1, 6)[index].T  # (candidates, 6) -> six columns
+    return Cut(in_a_v, in_a_v | (space.pipeline == 1), stages, *columns)
 
 
 def first_rank_has(work: Workload, space: Space, stack: Software, cut: Cut, blocks: tuple[int, ...]) -> Ints:
     """Return how many of these blocks are on the first rank."""
-    kinds, index = _kinds_of_cuts(space, cut.stages, cut.folded)
+    kinds, index = _kinds_of_cuts(space, cut.stages, cut.is_in_a_v)
     counts = [
         sum(block in stage for stage in _first_rank_stages(work, stack.balanced, *kind) for block in blocks)
         for kind in kinds
@@ -58,22 +61,22 @@ def first_rank_has(work: Workload, space: Space, stack: Software, cut: Cut, bloc
     return np.asarray(counts, dtype=np.int64)[index]
 
 
-def _kinds_of_cuts(space: Space, stages: Ints, folded: Bools) -> tuple[list[tuple[int, int, bool]], Ints]:
-    """Return the distinct (ranks, stages of a rank, whether they are folded), and for each candidate the
+def _kinds_of_cuts(space: Space, stages: Ints, in_a_v: Bools) -> tuple[list[tuple[int, int, bool]], Ints]:
+    """Return the distinct (ranks, stages of a rank, whether they are in a V), and for each candidate the
     index of its own."""
-    first, index = distinct([space.pipeline, stages, folded])
-    columns = (column[first].tolist() for column in (space.pipeline, stages, folded))
+    first, index = distinct([space.pipeline, stages, in_a_v])
+    columns = (column[first].tolist() for column in (space.pipeline, stages, in_a_v))
     return list(zip(*columns, strict=True)), index
 
 
 @lru_cache(maxsize=4096)
 def _stages_of_ranks(
-    work: Workload, balanced: bool, ranks: int, per_rank: int, folded: bool
+    work: Workload, balanced: bool, ranks: int, per_rank: int, in_a_v: bool
 ) -> list[list[float]]:
     """Return, for each rank, the numbers of blocks of its stages in the model's order."""
     blocks: list[list[float]] = [[] for _ in range(ranks)]
     counts = _blocks_of_stages(work, balanced, ranks * per_rank)
-    for count, rank in zip(counts, placement(ranks, per_rank, folded), strict=True):
+    for count, rank in zip(counts, rank_of_stage(ranks, per_rank, in_a_v), strict=True):
         blocks[rank].append(count)
     return blocks
 
@@ -91,20 +94,20 @@ def _blocks_of_stages(work: Workload, balanced: bool, stages: int) -> Sequence[f
 
 @lru_cache(maxsize=4096)
 def _first_rank_stages(
-    work: Workload, balanced: bool, ranks: int, per_rank: int, folded: bool
+    work: Workload, balanced: bool, ranks: int, per_rank: int, in_a_v: bool
 ) -> list[range]:
     """Return the blocks of each stage of the first rank. Those of a program that cuts blocks are rounded."""
     edges = [0, *map(round, accumulate(_blocks_of_stages(work, balanced, ranks * per_rank)))]
-    places = placement(ranks, per_rank, folded)
+    places = rank_of_stage(ranks, per_rank, in_a_v)
     return [range(*ends) for ends, rank in zip(pairwise(edges), places, strict=True) if rank == 0]
 
 
 def _blocks_of_ranks(
-    ranks: list[list[float]], folded: bool
+    ranks: list[list[float]], in_a_v: bool
 ) -> tuple[float, float, float, float, float, float]:
     """Return the fields of a `Cut` from `first` on, for one cut."""
     totals = [sum(stages) for stages in ranks]
-    last = 0 if folded else len(ranks) - 1
+    last = 0 if in_a_v else len(ranks) - 1
     between = [rank for rank in range(len(ranks)) if rank not in (0, last)]
     middle = max(between, key=lambda rank: (totals[rank], rank), default=0)
     # The first stages of the ranks are the first stages of the model, in order.
@@ -113,13 +116,13 @@ def _blocks_of_ranks(
         totals[0],
         totals[middle] if middle else 0.0,
         totals[last],
-        ranks[0][-1] if folded else 0.0,
+        ranks[0][-1] if in_a_v else 0.0,
         before[middle],
         before[last],
     )
 
 
-def gathered_in_vain(
+def gathered_without_use(
     work: Workload, space: Space, stack: Software, blocks: tuple[int, ...] | None = None
 ) -> Ints:
     """Return how many of these blocks (None: of all) are on the first rank, and are gathered there by FSDP2

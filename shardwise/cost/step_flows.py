@@ -26,12 +26,13 @@ _SHARING = ("data", "context", "tensor", "expert")
 def step_flows(rank: FirstRank) -> Iterator[Flow]:
     """Yield the flows that run once a step."""
     space, model, sizes = rank.space, rank.work.model, rank.sizes
-    whole = rank.cut.first * sizes.whole_block + sizes.whole_positions + rank.head * sizes.whole_norm
+    has_head = rank.cut.first_has_head
+    whole = rank.cut.first * sizes.whole_block + sizes.whole_positions + has_head * sizes.whole_norm
     yield calls("all_reduce", "tensor", "step", space.tensor > 1, whole * rank.stored)
-    sends_embedding = (space.pipeline > 1) & ~rank.head & model.tied
+    sends_embedding = (space.pipeline > 1) & ~has_head & model.tied
     yield calls("send", "pipeline", "step", sends_embedding, sizes.embedding // rank.shards * rank.stored)
     yield from _norm(rank)
-    for axis in ("context", "pipeline", "data", "replica", "tensor"):
+    for axis in RANK_AXES:
         yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * (4 + 2 * space.world))
     if rank.work.scales:
         for axis in RANK_AXES:

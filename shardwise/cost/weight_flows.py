@@ -36,7 +36,7 @@ from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Array, Bools, Ints
-from shardwise.cost.stage_blocks import gathered_in_vain
+from shardwise.cost.stage_blocks import gathered_without_use
 from shardwise.plans.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 from shardwise.plans.slices import Counts
 
@@ -52,7 +52,7 @@ class Units(Counts):
 
     count: Numbers = 0.0
     numbers: Numbers = 0.0
-    """Number of elements."""
+    """Number of elements in all of the units."""
     compressed: Numbers = 0.0
     """Number of elements whose gradients may be compressed."""
     rows: Numbers = 0.0
@@ -78,7 +78,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     sharded = ~(rank.engine.single | rank.plain)
     piped = space.pipeline > 1  # otherwise the rest of the model is one unit
     apart = piped | (not model.tied)  # whether the embedding is a unit by itself
-    positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
+    positions, head = (1 if model.positions == "learned" else 0), rank.cut.first_has_head.astype(np.int64)
     compressed = _measures(rank)
     blocks = Units(rank.cut.first, *(rank.cut.first * sizes.block for sizes in (rank.sizes, *compressed)))
     blocks = replace(blocks, cast=rank.cast_in_blocks)
@@ -158,7 +158,7 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     def in_vain(among: tuple[int, ...] | None = None) -> Array:
         """Return how many of these blocks are gathered without being used."""
         blocks = np.zeros(len(space))
-        blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack, among)
+        blocks[where] = gathered_without_use(rank.work, space.take(where), rank.stack, among)
         return blocks
 
     if len(where):

@@ -36,16 +36,16 @@ class Samples:
     """A dataset whose samples are read by number, and how a list of samples becomes a batch."""
 
     dataset: Any
-    """Has `__len__` and `__getitem__`."""
+    """The user's dataset, which has `__len__` and `__getitem__`."""
     collate: Collate | None = None
     workers: int = 0
     """Number of processes that read ahead."""
     seed: int = 0
-    """Seed of the order."""
+    """Seed of the order in which samples are read."""
 
     @cached_property
     def order(self) -> Order:
-        """Order of the samples."""
+        """The order in which the samples are read, epoch by epoch."""
         return Order((len(self.dataset),), (1.0,), self.seed)
 
     def indices(self, first: int, count: int) -> list[int]:

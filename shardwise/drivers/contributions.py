@@ -132,7 +132,7 @@ class Contributions:
         return {}
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Do nothing after the last step."""
 
     def close(self) -> None:
         """Close all connections to workers."""

@@ -41,11 +41,11 @@ class WorkerCounts:
     """How many workers a run has."""
 
     here: int
-    """On this machine."""
+    """Number of workers on this machine."""
     least: int
-    """Smallest number on all machines together."""
+    """Smallest number of workers on all machines together."""
     most: int
-    """Largest number on all machines together."""
+    """Largest number of workers on all machines together."""
 
 
 class LooseWorker(Protocol):

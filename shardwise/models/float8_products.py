@@ -72,7 +72,7 @@ class Settings(NamedTuple):
     dynamic: bool
     """Whether scales of inputs and gradients are taken from the tensors themselves."""
     plain: bool
-    """Whether nothing is cast."""
+    """Whether nothing is cast to 8 bits, so that the product has the dtype of its input."""
     note: Callable[[Tensor], None] | None
     """Function that stores an observation; None: the probe gets it."""
 

@@ -152,7 +152,7 @@ class MlflowSink:
         self._mlflow.log_metrics(dict(curves(record)), step=record["step"])
 
     def close(self) -> None:
-        """End the run."""
+        """End the run in MLflow, which then shows it as finished."""
         self._mlflow.end_run()
 
 
@@ -178,7 +178,7 @@ class CallbackSink:
         self._callback = getattr(load_file(path), name)()
 
     def write(self, record: Record) -> None:
-        """Call `on_step`."""
+        """Call `on_step` with the record of a step."""
         self.event("step", record)
 
     def event(self, name: str, fields: Record) -> None:

@@ -60,14 +60,14 @@ class BackwardTensors(NamedTuple):
     """Tensors that the backward of a block reads, in the order of torch's kernels."""
 
     gradient: Tensor
-    """Gradient of `out`."""
+    """Gradient of `out`, the result of attention."""
     query: Tensor
     key: Tensor
     value: Tensor
     out: Tensor
-    """Result over all blocks."""
+    """Result of attention over all blocks of keys."""
     lse: Tensor
-    """Log-sum-exp over all blocks."""
+    """Log-sum-exp of the scores of each query over all blocks of keys."""
 
     def to(self, dtype: torch.dtype) -> BackwardTensors:
         """Return all tensors but lse in this dtype."""

@@ -23,7 +23,7 @@ own summand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.comm import Comm
 from shardwise.comm.autograd import all_to_all, eager, total
+from shardwise.config.axes import SEQUENCE_AXES
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.models.replace import put_in_place
 from shardwise.models.sorting import Sorting, inverse_permutation, permute
@@ -80,10 +81,9 @@ class Exchanged(ParallelModule):
         return f"experts {part.start}:{part.stop} of {experts}, rows sent to their experts and back"
 
 
-def split_sequences(model: nn.Module, comm: Comm, axes: Sequence[str] = ("context", "tensor")) -> None:
-    """Make every mixture in the model sum its balancing loss over these axes, whose devices share a
-    sequence."""
-    shared_axes = [axis for axis in axes if comm.mesh.size(axis) > 1]
+def split_sequences(model: nn.Module, comm: Comm) -> None:
+    """Make every mixture in the model sum its balancing loss over the axes whose devices share a sequence."""
+    shared_axes = [axis for axis in SEQUENCE_AXES if comm.mesh.size(axis) > 1]
     if not shared_axes:
         return
 

@@ -24,6 +24,7 @@ from shardwise.config import (
     nearest_layout_settings,
     nearest_possible_layout,
     problems_of_layout,
+    stage_count,
     stages_per_rank,
     with_dividing_backward_shards,
 )
@@ -187,11 +188,8 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         values["compression_axes"] = "all"
         whys["compression_axes"] = "a replica is one device here, so all sums are between replicas"
     if layout.pipeline > 1:
-        stages = stages_per_rank(layout)
-        blocks = stage_blocks(
-            config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages
-        )
-        values |= {"stages_per_rank": stages, "stages": blocks}
+        blocks = stage_blocks(config.model, config.data.sequence_length, stage_count(layout), layout.stages)
+        values |= {"stages_per_rank": stages_per_rank(layout), "stages": blocks}
         whys |= {
             "stages_per_rank": f"the default of schedule {layout.schedule}",
             "stages": "cut so that the slowest stage takes the least time",

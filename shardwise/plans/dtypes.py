@@ -43,9 +43,9 @@ class Dtypes:
     @classmethod
     def of(cls, train: Train) -> Dtypes:
         """Return the dtypes of a job."""
-        compute = train.precision
-        if compute == "float8":
-            compute = "float64" if train.state_dtype == "float64" else "bfloat16"
+        compute = value_dtype(train.precision)
+        if train.precision == "float8" and train.state_dtype == "float64":
+            compute = "float64"
         states = wide(compute) if train.state_dtype == "auto" else train.state_dtype
         return cls(compute, states, wide(compute))
 
@@ -62,6 +62,6 @@ def computes_wide(parameter: str) -> bool:
     return ".router." in parameter
 
 
-def value_bytes(precision: str) -> int:
-    """Return the bytes of one activation. Between products in 8 or 4 bits, activations are bfloat16."""
-    return BYTES.get(precision, BYTES["bfloat16"])
+def value_dtype(precision: str) -> str:
+    """Return the dtype of activations. Around products in 8 or 4 bits it is bfloat16."""
+    return precision if precision in BYTES else "bfloat16"

@@ -132,7 +132,8 @@ def unknown_patterns(model: Model, train: Train) -> Iterator[str]:
 
 
 def in_float8(model: Model, train: Train) -> list[str]:
-    """Return the names of the modules, or expert weights, whose products a job computes in float8."""
+    """Return the names of the modules, or expert weights, whose products a job computes in float8; none if
+    its precision is another."""
     return [product.name for product in _chosen(model, train) if fits(product.sizes)]
 
 
@@ -144,8 +145,6 @@ def unfit(model: Model, train: Train) -> list[str]:
 def scale_count(model: Model, train: Train) -> int:
     """Return the number of scales: one for the weight and the gradient of each product, and for each
     input."""
-    if train.precision != "float8":
-        return 0
     names = set(in_float8(model, train))
     narrow = [product for product in products(model) if product.name in names]
     return 2 * len({product.joined for product in narrow}) + len({product.source for product in narrow})
@@ -187,8 +186,6 @@ def gathered_in_float8(model: Model, train: Train) -> tuple[CastWeights, ...]:
 
     A tied head is excluded, because the embedding lookup must not be rounded.
     """
-    if train.precision != "float8":
-        return ()
     blocks_of: dict[str, list[int]] = {}
     for name in in_float8(model, train):
         if name.startswith("blocks."):
@@ -203,8 +200,10 @@ def gathered_in_float8(model: Model, train: Train) -> tuple[CastWeights, ...]:
 
 
 def _chosen(model: Model, train: Train) -> list[Product]:
-    """Return the products that the job does not leave out, directly or with another that is computed with
-    them."""
+    """Return the products that a job in float8 does not leave out, directly or with another that is computed
+    with them."""
+    if train.precision != "float8":
+        return []
     left_out = {product.joined for product in products(model) if _left_out(product.name, train)}
     return [product for product in products(model) if product.joined not in left_out]
 

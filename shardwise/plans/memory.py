@@ -38,10 +38,10 @@ from shardwise.config import Config, Layout
 from shardwise.config.compression import SumCompression
 from shardwise.config.dtype_names import BYTES
 from shardwise.config.parameters import ModuleParameters
-from shardwise.config.schedules import Numbers
+from shardwise.config.schedules import Numbers, is_in_a_v, stages_per_rank
 from shardwise.plans.cut_stages import stage_blocks
 from shardwise.plans.dtypes import Dtypes
-from shardwise.plans.engine import engine_of
+from shardwise.plans.engine import Choices, Engine, engine_of
 from shardwise.plans.grid import expert_shards
 from shardwise.plans.schedule import rank_of_stage
 from shardwise.plans.slices import Part, parts_of, with_peers
@@ -49,18 +49,19 @@ from shardwise.plans.slices import Part, parts_of, with_peers
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of model state on one device."""
+    """Bytes of model state on one device; for the cost model, arrays with one entry per candidate."""
 
-    weights: float
-    gradients: float
-    optimizer: float
-    residuals: float = 0.0
+    weights: Numbers
+    gradients: Numbers
+    optimizer: Numbers
+    residuals: Numbers = 0.0
     """Bytes of the errors of compressed gradients."""
 
     @property
     def total(self) -> float:
         """Total bytes of model state."""
-        return self.weights + self.gradients + self.optimizer + self.residuals
+        total: float = self.weights + self.gradients + self.optimizer + self.residuals
+        return total
 
 
 def state_bytes(
@@ -72,35 +73,55 @@ def state_bytes(
     Frozen parameters have neither gradients nor optimizer states.
     """
     engine = engine_of(layout, config.model.experts)
-    whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
+    dtypes = Dtypes.of(config.train)
+    form = StateFormat(
+        stored=BYTES[dtypes.states],
+        computed=BYTES[dtypes.compute],
+        wide=BYTES[dtypes.sums],
+        summed=BYTES[dtypes.sums],
+        slots=len(config.optimizer.slots),
+        keeps_whole_gradients=engine.keeps_whole_gradients(accumulation),
+        compression=SumCompression.of(layout),
+        backward_shards=layout.backward_shards,
+    )
     if parameters is not None:
         held, trained = (_even_part(count, layout) for count in (parameters.total, parameters.trained))
-        return _states(held, trained, config, layout, whole)
-    states = (_states(part, part, config, layout, whole) for part in _rank_parts(config, layout))
+        return form.state_bytes(held, trained, layout, engine)
+    states = (form.state_bytes(part, part, layout, engine) for part in _rank_parts(config, layout))
     return max(states, key=lambda states: states.total)
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """Whether tensors are kept unsharded between the micro-batches of a step."""
+class StateFormat:
+    """How a program stores model states. Its numbers may be arrays with one entry per candidate."""
 
-    weights: bool
-    """Whether gathered weights are kept, in the dtype of computation."""
-    gradients: bool
-    """Whether unreduced gradients are kept, in the dtype of sums."""
+    stored: Numbers
+    """Bytes of a number between uses: of a weight, a reduced gradient or an optimizer state."""
+    computed: Numbers
+    """Bytes of a gathered weight."""
+    wide: Numbers
+    """Bytes of a gathered weight that is used in the wide dtype."""
+    summed: Numbers
+    """Bytes of an unreduced gradient, and of a compression error."""
+    slots: int
+    """Number of optimizer states of each parameter."""
+    keeps_whole_gradients: Numbers
+    """Whether unreduced gradients are kept between the micro-batches of a step."""
+    compression: SumCompression | None
+    backward_shards: int | None
+    """Number of neighbours that keep a copy of the weights for backward with ZeRO-3; None: no copy."""
 
-
-def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _Whole) -> StateBytes:
-    dtypes = Dtypes.of(config.train)
-    stored, computed, reduced = BYTES[dtypes.states], BYTES[dtypes.compute], BYTES[dtypes.sums]
-    wider = reduced - computed
-    weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
-    if layout.zero == 3 and layout.backward_shards is not None:
-        weights += computed * part.gathered / layout.backward_shards  # the neighbours' copy for backward
-    gradients = reduced * trained.whole if whole.gradients else stored * trained.shard
-    residuals = reduced * residual_numbers(trained, SumCompression.of(layout), layout.zero, layout.replica)
-    optimizer = len(config.optimizer.slots) * stored * trained.shard
-    return StateBytes(weights, gradients, optimizer, residuals)
+    def state_bytes(self, held: Part, trained: Part, layout: Choices, engine: Engine) -> StateBytes:
+        """Return the bytes of states of the weights that a device holds, of which some are trained."""
+        wider, unreduced = self.wide - self.computed, self.keeps_whole_gradients
+        gathered = self.computed * held.gathered
+        weights = self.stored * held.shard + engine.keeps_gathered * (gathered + wider * held.wide)
+        if self.backward_shards is not None:
+            weights = weights + (layout.zero == 3) * (gathered / self.backward_shards)
+        gradients = self.summed * trained.whole * unreduced + self.stored * trained.shard * (unreduced == 0)
+        residuals = residual_numbers(trained, self.compression, layout.zero, layout.replica)
+        optimizer = self.slots * self.stored * trained.shard
+        return StateBytes(weights, gradients, optimizer, self.summed * residuals)
 
 
 def residual_numbers(
@@ -119,7 +140,7 @@ def _rank_parts(config: Config, layout: Layout) -> list[Part]:
     shards, shards_of_experts = (dense, experts) if layout.zero else (1, 1)
     parts = parts_of(config.model, layout.tensor, shards, layout.expert, shards_of_experts)
     parts = with_peers(parts, dense, experts, layout.zero or 0, layout.replica)
-    ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
+    ranks = rank_of_stage(layout.pipeline, stages_per_rank(layout), is_in_a_v(layout))
     counts = stage_blocks(
         config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None
     )

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise, product
 from typing import Literal
 
-from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, Numbers, ScheduleFacts, problem_of_stages
+from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, Numbers, problem_of_stages
 from shardwise.errors import ConfigError
 
 Kind = Literal["F", "B", "I", "W"]
@@ -80,18 +80,23 @@ def make_schedule(
 
     With `checked`, its correctness is checked, which takes as long as making it.
     """
-    facts = _facts(name, stages_per_rank)
-    per_rank = stages_per_rank or facts.stages_per_rank
+    if name not in SCHEDULE_FACTS:
+        unknown = f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"
+        raise ConfigError("the schedule", [unknown])
+    if problem := problem_of_stages(name, stages_per_rank):
+        raise ConfigError("the schedule", [problem])
     if ranks < 1 or micro_batches < 1:
         raise ConfigError(
             "the schedule",
             [f"{name}: needs at least one rank and one micro-batch, got {ranks} and {micro_batches}"],
         )
+    facts = SCHEDULE_FACTS[name]
+    per_rank = facts.stages_of_rank(stages_per_rank)
     if facts.is_interleaved:
         actions = [_interleaved(ranks, rank, micro_batches, per_rank) for rank in range(ranks)]
     else:
         actions = [_ORDERS[name](ranks, rank, micro_batches) for rank in range(ranks)]
-    placed = placement(ranks, per_rank, facts.is_in_a_v)
+    placed = rank_of_stage(ranks, per_rank, facts.is_in_a_v)
     schedule = Schedule(
         name, ranks, len(placed), micro_batches, placed, tuple(tuple(_fused(row)) for row in actions)
     )
@@ -100,23 +105,7 @@ def make_schedule(
     return schedule
 
 
-def _facts(name: str, stages_per_rank: int | None) -> ScheduleFacts:
-    """Return the facts of a schedule; raises for an unknown name or a wrong number of stages per rank."""
-    if name not in SCHEDULE_FACTS:
-        unknown = f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"
-        raise ConfigError("the schedule", [unknown])
-    if problem := problem_of_stages(name, stages_per_rank):
-        raise ConfigError("the schedule", [problem])
-    return SCHEDULE_FACTS[name]
-
-
-def rank_of_stage(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """Return the rank of each stage. A pipeline of one rank is a single stage."""
-    facts = _facts(name, stages_per_rank)
-    return placement(ranks, stages_per_rank or facts.stages_per_rank, facts.is_in_a_v) if ranks > 1 else (0,)
-
-
-def placement(ranks: int, stages_per_rank: int, is_in_a_v: bool) -> tuple[int, ...]:
+def rank_of_stage(ranks: int, stages_per_rank: int, is_in_a_v: bool) -> tuple[int, ...]:
     """Return the rank of each stage: from the first rank to the last and back, or in a loop."""
     if is_in_a_v:
         return (*range(ranks), *reversed(range(ranks)))

@@ -36,6 +36,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from shardwise.config.axes import SEQUENCE_AXES, TOKEN_AXES
 from shardwise.files import Json
 from shardwise.plurals import listed
 from shardwise.proof.rank_reports import (
@@ -48,7 +49,7 @@ from shardwise.proof.rank_reports import (
 )
 from shardwise.proof.verdict import EXACT, QuantityError, Verdict, finite
 
-SUMMED_AXES = ("tensor", "context", "data", "replica", "expert")
+SUMMED_AXES = (*reversed(TOKEN_AXES), "expert")
 """Axes over which activations or their gradients may be summed."""
 ROUGHLY = 0.4
 """Largest deviation from 1/n at which one of n summands is still recognised. The summands of a gradient have
@@ -290,7 +291,7 @@ def _exact_multiple(
 
 def _summand_axes(ratio: float, axes: Mapping[str, int]) -> str:
     """Return the axes over which a gradient that is `ratio` times the reference may be a single summand."""
-    sharing = [axis for axis in ("tensor", "context") if axis in axes]
+    sharing = [axis for axis in reversed(SEQUENCE_AXES) if axis in axes]
     return " or ".join(axis for axis in sharing if abs(ratio * axes[axis] - 1) < ROUGHLY)
 
 

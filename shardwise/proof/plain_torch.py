@@ -56,7 +56,7 @@ NUMBERS = {
 }  # fmt: skip
 """Settings of the model that may have any value."""
 _TABLES = ("embedding.weight", "positions.weight")
-"""Matrices without weight decay."""
+"""Names of the matrices that have no weight decay."""
 
 
 def check_known(config: Config) -> None:
@@ -483,7 +483,7 @@ class PlainStep:
     norm: float
     learning_rate: float
     gradients: State
-    """Gradients before clipping."""
+    """The gradient of each parameter before clipping."""
     loads: dict[str, Tensor]
     """Number of tokens that chose each expert, by mixture of experts."""
 

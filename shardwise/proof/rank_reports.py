@@ -63,7 +63,7 @@ class Reference:
     losses: list[float]
     norms: list[float]
     shapes: dict[str, tuple[int, ...]]
-    """Shape of every parameter."""
+    """Shape of every parameter by its name."""
     buffers: dict[str, tuple[int, ...]]
     squares: dict[Key, float]
     """Sum of the squares of every quantity."""

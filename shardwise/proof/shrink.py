@@ -34,7 +34,7 @@ from shardwise.config import (
     fewest_devices,
     from_tables,
     sequence_multiple,
-    stages_per_rank,
+    stage_count,
 )
 from shardwise.config.layout_rules import heads_divide_over_context, splits_evenly, splits_or_repeats
 from shardwise.config.parameters import count
@@ -316,7 +316,7 @@ def _borrowing_properties(layout: Layout) -> Properties:
 def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple[Model, Layout]:
     """Return the model and the layout with as few layers as keep the kind of cut into stages: even or not,
     one block per stage or more."""
-    stages, fewer = layout.pipeline * stages_per_rank(layout), smaller.pipeline * stages_per_rank(smaller)
+    stages, fewer = stage_count(layout), stage_count(smaller)
     if layout.stages is not None:
         by_hand = _cut_by_hand(layout.stages, fewer)
         model = model.model_copy(update={"layers": sum(by_hand)})

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import inside_backward
+from shardwise.config.axes import TOKEN_AXES
 from shardwise.data.batches import split_evenly
 from shardwise.mesh import Worker
 from shardwise.models import matches
@@ -412,7 +413,7 @@ def _sums(
     """Return, for each suspect, the axes over which the copies of its gradient add up to the reference. A sum
     over such an axis was left out."""
     mesh, axes_of = training.mesh, defaultdict(list)
-    for axis in dict.fromkeys(("tensor", "data", "context", "replica", COPIES)):
+    for axis in (*reversed(TOKEN_AXES), COPIES):
         group = mesh.group(axis)
         for name, (parameter, gradient) in suspects.items():
             if group is None or _is_split(parameter, axis):

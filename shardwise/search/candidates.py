@@ -134,6 +134,17 @@ def candidates(
     return Candidates(Space(**columns), dict(refused))
 
 
+def may_divide(config: Config, devices: int) -> bool:
+    """Return whether blocks, batch and sequence can be divided over this many devices.
+
+    Only layouts without tensor and replica axes are tried. In these rules `context` and `data` stand for
+    them too. Heads are not checked, so this may be true although no layout is possible.
+    """
+    job = JobTables(config.model, config.data, config.train, config.layout)
+    degrees = _products(devices, {"tensor": 1, "replica": 1})
+    return len(_possible(job, space_of([*map(_open, degrees)]), Counter())) > 0
+
+
 def _degrees(devices: int, fixed: Mapping[str, object]) -> Iterator[dict[str, int]]:
     """Yield every way to write the number of devices as a product of degrees, with those that are fixed."""
     # Who fixes a schedule wants a pipeline, and who fixes a way of attention wants context devices.
@@ -329,7 +340,7 @@ def _schedules(fixed: Mapping[str, object]) -> Iterator[tuple[ScheduleName, int]
         if fixed["schedule"] == schedule if "schedule" in fixed else facts.is_proposed:
             chosen = _number(fixed, "stages_per_rank")
             several = STAGES_PER_RANK if chosen is None else (chosen,)
-            counts = several if facts.is_interleaved else (facts.stages_per_rank,)
+            counts = dict.fromkeys(facts.stages_of_rank(count) for count in several)
             yield from ((schedule, count) for count in counts)
 
 

@@ -21,14 +21,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwise.config import Config, divisors
+from shardwise.config import Config
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plans.flops import flops_per_token
 from shardwise.plurals import counted
-from shardwise.search.candidates import candidates, fixed_fields
+from shardwise.search.candidates import candidates, fixed_fields, may_divide
 from shardwise.search.fits import any_fits, any_fits_resident
 from shardwise.search.reasons import best_layout, nothing_fits
 from shardwise.search.search import SearchResult, limit, offloads, search, within_limits, workload_of
@@ -169,8 +169,8 @@ def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
     quicker."""
     work = workload_of(config)
     workers = -(-devices // cluster.devices_per_node) if cluster.shared else devices
-    peaks, precision = cluster.device.peak, work.precision.split()[0]
-    peak = peaks.get(precision, max(peaks.values())) / min([1.0, *cluster.corrections.values()])
+    peaks = cluster.device.peak
+    peak = peaks.get(work.precision, max(peaks.values())) / min([1.0, *cluster.corrections.values()])
     return work.tokens * flops_per_token(config.model, work.sequence_length) / (workers * peak)
 
 
@@ -256,23 +256,7 @@ def _between(config: Config, cluster: Cluster, low: int, high: int) -> list[int]
     divided at all; the last is `high`."""
     node = cluster.devices_per_node
     counts = range(low // node * node + node, high, node) if high > node else ()
-    return [*(devices for devices in counts if devices > low and _divides(config, devices)), high]
-
-
-def _divides(config: Config, devices: int) -> bool:
-    """Return whether the devices are pipeline x data x the rest, where there are enough blocks for
-    `pipeline`, `data` divides the batch, and the rest divides the sequence.
-
-    Heads are not checked, so a number may pass although no layout is possible on it.
-    """
-    model, length, batch = config.model, config.data.sequence_length, config.train.global_batch
-    for pipeline in divisors(devices):
-        if pipeline > model.layers:
-            break
-        for data in divisors(devices // pipeline):
-            if batch % data == 0 and length % (devices // pipeline // data) == 0:
-                return True
-    return False
+    return [*(devices for devices in counts if devices > low and may_divide(config, devices)), high]
 
 
 def _least(counts: Sequence[int], works: Callable[[int], bool]) -> int:

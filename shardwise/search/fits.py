@@ -32,7 +32,7 @@ def _some_fit(config: Config, cluster: Cluster, devices: int, space: Space) -> b
 
 
 def fitting(work: Workload, space: Space, cluster: Cluster, margin: float, devices: int) -> Bools:
-    """Return which candidates fit."""
+    """Return, for each candidate, whether its peak fits in the memory of the devices and of their hosts."""
     held = hold(work, space, SHARDWISE)
     memory = footprint(work, space, cluster, SHARDWISE, held)
     peak = sum(memory.values(), np.zeros(len(space)))

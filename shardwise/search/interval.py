@@ -70,7 +70,7 @@ class CheckpointPlan:
     """What checkpoints will cost, before there is a run."""
 
     bytes: float
-    """Bytes of one checkpoint."""
+    """Bytes of all files of one checkpoint."""
     stall_seconds: float
     """Seconds that training stops for one checkpoint."""
     save_seconds: float

@@ -73,7 +73,7 @@ class SearchResult:
 
     @property
     def fits(self) -> Bools:
-        """Whether each candidate fits."""
+        """Whether each candidate fits in the memory of the devices and of their hosts."""
         return self.holds(self.peak, self.host)
 
     def holds(self, peak: Array, host: Array) -> Bools:

@@ -127,6 +127,8 @@ def micro_batches(config: Config) -> int:
 
 def stages(config: Config) -> int:
     layout = config.layout
+    if layout.pipeline == 1:
+        return 1
     return make_schedule(layout.schedule, layout.pipeline, 1, layout.stages_per_rank).stages
 
 

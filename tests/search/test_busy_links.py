@@ -22,7 +22,6 @@ from shardwise.cost.predict import predict
 from shardwise.cost.software import SHARDWISE
 from shardwise.cost.space import Array, Space, Workload, space_of
 from shardwise.cost.traffic import flows
-from shardwise.plans.schedule import rank_of_stage
 from shardwise.search.candidates import candidates
 from shardwise.search.search import simulate_pipelines, workload_of
 
@@ -129,7 +128,7 @@ def _of_a_middle_rank(work: Workload, space: Space) -> tuple[Array, Array]:
         if ranks > 2:
             folded = SCHEDULES[row["schedule"]] in ("zbv", "dualpipev")
             rank_of = (
-                rank_of_stage("zbv", ranks)
+                [*range(ranks), *reversed(range(ranks))]
                 if folded
                 else [stage % ranks for stage in range(ranks * per_rank)]
             )
