@@ -16,6 +16,7 @@ from shardwise.config.check import divisors, run_check
 from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import (
     BATCH,
+    PIPELINE,
     RULES,
     RULES_WITHOUT_MODEL,
     SEQUENCE,
@@ -76,7 +77,10 @@ def layout_is_possible(model: Model, data: Data, train: Train, layout: Layout) -
 
 
 def _rules_for(model: Model) -> tuple[tuple[Rule, ...], ...]:
-    return RULES_WITHOUT_MODEL if "module" in model.__dict__ and model.is_of_program else RULES
+    if "module" not in model.__dict__ or not model.is_of_program:
+        return RULES
+    knows_blocks = "layers" in model.model_fields_set
+    return (*RULES_WITHOUT_MODEL, PIPELINE) if knows_blocks else RULES_WITHOUT_MODEL
 
 
 def _broken(job: JobTables) -> Iterator[BrokenRule]:

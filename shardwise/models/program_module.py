@@ -10,7 +10,7 @@ weights after the first call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
@@ -33,6 +33,11 @@ WHAT_TO_RETURN = (
     "such sums"
 )
 """Advice for a loss function that returns something else."""
+ONE_CALL = (
+    "with layout.pipeline a loss function calls the model once, with what enters the first block's stage as "
+    "first argument"
+)
+"""What a pipeline asks of a loss function."""
 _factories: list[Callable[[], object]] = []
 """The function that makes the present program's module; empty before the program has prepared one."""
 
@@ -77,6 +82,32 @@ class LossSums:
             self.parts[name] = self.parts.get(name, 0.0) + part.detach().double()
         self.items = self.items + items
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the losses, in order; none on a pipeline stage before the last one."""
+        return tuple(sorted(self.parts))
+
+    def vector(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """Return the number of items and the losses of these names, which are 0 where a rank has none."""
+        vector = torch.zeros(1 + len(names), dtype=torch.float64, device=device)
+        vector[0] = self.items
+        for index, name in enumerate(names, start=1):
+            vector[index] = self.parts.get(name, 0.0)
+        return vector
+
+
+@dataclass
+class StageCall:
+    """The call of the model inside of a loss function, on one pipeline stage."""
+
+    number: int
+    last: int
+    """Number of the last stage."""
+    hidden: Tensor
+    """What the stage before returned; not used by the first stage."""
+    made: bool = False
+    """Whether the loss function has called the model."""
+
 
 @dataclass(frozen=True)
 class LossCall:
@@ -89,6 +120,16 @@ class LossCall:
     """Number of its first sample in the run."""
     sums: LossSums
     """Where the result of the call is added."""
+    stage: StageCall | None = None
+    """The pipeline stage; None: the model is not cut."""
+
+
+class _StageEnded(BaseException):
+    """Ends a loss function on a stage that is not the last one, where it has no result of the model."""
+
+    def __init__(self, hidden: object) -> None:
+        super().__init__()
+        self.hidden = hidden
 
 
 class OfProgram(Replacement):
@@ -98,11 +139,23 @@ class OfProgram(Replacement):
     """The name of the user's class, for messages."""
     original_class: type[nn.Module]
     program_dtype: torch.dtype
+    stage_call: StageCall | None = None
 
     def forward(self, call: LossCall) -> Tensor:
-        """Return the sum of the losses of a micro-batch."""
-        with mixed_precision(_device_type(self), self.program_dtype):
-            parts, items = checked_result(call.loss(_without_hooks(self), call.values), call.loss)
+        """Return the sum of the losses of a micro-batch. On a pipeline stage that is not the last one, return
+        what the stage's part of the model returns."""
+        vars(self)["stage_call"] = stage = call.stage
+        try:
+            with mixed_precision(_device_type(self), self.program_dtype):
+                result = call.loss(_without_hooks(self), call.values)
+        except _StageEnded as ended:
+            return _checked_hidden(ended.hidden, self.adapted_name)
+        if stage is not None and not stage.made:
+            raise UserError(
+                f"{_name(call.loss)} did not call the model; {ONE_CALL}, and not parts of the model by "
+                "themselves"
+            )
+        parts, items = checked_result(result, call.loss)
         dtype = wide(self.program_dtype)
         call.sums.add(parts, items)
         total = torch.stack([part.to(dtype) for part in parts.values()]).sum()
@@ -135,10 +188,36 @@ def _view_class(kind: type[OfProgram], original: type[nn.Module]) -> type[nn.Mod
         to = self.program_dtype
         if to in MIXED:
             inputs, named = _cast(inputs, to), _cast(named, to)
-        return super(OfProgram, self).forward(*inputs, **named)
+        stage = self.stage_call
+        if stage is None:
+            return super(OfProgram, self).forward(*inputs, **named)
+        result = super(OfProgram, self).forward(*_inputs_of_stage(stage, inputs), **named)
+        if stage.number < stage.last:
+            raise _StageEnded(result)
+        return result
 
     bases = (kind,) if issubclass(kind, original) else (kind, original)
     return type(kind.__name__, bases, {"forward": forward, "__call__": forward})
+
+
+def _inputs_of_stage(stage: StageCall, inputs: tuple[object, ...]) -> tuple[object, ...]:
+    """Return the arguments of the model's forward on a stage: after the first stage, hidden states are in the
+    place of the first argument."""
+    if stage.made:
+        raise UserError(f"the loss function called the model twice; {ONE_CALL}")
+    if not inputs:
+        raise UserError(f"the loss function called the model without a positional argument; {ONE_CALL}")
+    stage.made = True
+    return inputs if stage.number == 0 else (stage.hidden, *inputs[1:])
+
+
+def _checked_hidden(hidden: object, name: str) -> Tensor:
+    if isinstance(hidden, Tensor):
+        return hidden
+    raise UserError(
+        f"{name}.forward returned {_described(hidden)} on a pipeline stage before the last one; there it "
+        "must return one tensor, the hidden states, which the next stage gets as first argument"
+    )
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -19,8 +19,9 @@ gradients, so both stay equal; the sum is one exchange per step between the two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from torch.distributed.pipelining import PipelineStage
 from shardwise._torch import graph_owners, pipeline_runtime
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
-from shardwise.models import Head, LossCall
+from shardwise.errors import UserError
+from shardwise.models import Head, LossCall, LossSums, OfProgram, StageCall
 from shardwise.models.float8_products import ScaledProduct
 from shardwise.models.torch_dtypes import wide
 from shardwise.optim import local
@@ -44,19 +46,38 @@ class _StageModule(nn.Module):
     """A stage's module as torch's runtime calls it: hidden states first, the rest by name. It is not an FSDP2
     module itself, so that the runtime leaves gathering and reducing to parallel/data.py."""
 
-    def __init__(self, part: nn.Module, last: bool) -> None:
+    def __init__(self, part: nn.Module, number: int, last: int) -> None:
         super().__init__()
-        self.part, self.last = part, last
+        self.part, self.number, self.last = part, number, last
         self.positions: Tensor | None = None
+        self.call: LossCall | None = None
+        """In a program, the micro-batch that is computed next."""
+        self.returns: Tensor | None = None
+        """In a program, what the stage returns in each step, without values."""
 
     def forward(self, x: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        more = {"targets": targets} if self.last else {}
-        result: Tensor = self.part(x, documents=documents, positions=self.positions, **more)
+        if self.call is not None:
+            result: Tensor = self.part(call=replace(self.call, stage=StageCall(self.number, self.last, x)))
+            self._check(result)
+        else:
+            more = {"targets": targets} if self.number == self.last else {}
+            result = self.part(x, documents=documents, positions=self.positions, **more)
         # The sent tensor is freed after backward, so it must not share memory with the input.
         if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             result = result.clone()
         # Where all weights so far are frozen there is no backward, but torch's runtime runs one.
         return result.requires_grad_() if torch.is_grad_enabled() and not result.requires_grad else result
+
+    def _check(self, result: Tensor) -> None:
+        """Refuse hidden states that the next stage does not expect: torch's runtime receives into memory that
+        was allocated once."""
+        expected = self.returns
+        if expected is not None and (result.shape, result.dtype) != (expected.shape, expected.dtype):
+            raise UserError(
+                f"pipeline stage {self.number} returned hidden states of shape {tuple(result.shape)}, and "
+                f"{tuple(expected.shape)} in the first step. With layout.pipeline all micro-batches have one "
+                "shape; pad samples to one length in the collate function"
+            )
 
 
 class _Stage(PipelineStage):
@@ -142,9 +163,9 @@ class Pipelined(ParallelModel):
         super().__post_init__()
         self._factor = torch.zeros(())
         self._total = torch.zeros(())
-        self._batch: Sequence[Batch] = ()
+        self._batch: MicroBatches = ()
         self._modules = [
-            _StageModule(part.model, stage == self.stages.last)
+            _StageModule(part.model, stage, self.stages.last)
             for part, (stage, _) in zip(self.parts, self.stages.local_stages, strict=True)
         ]
         if self.stages.splits_backward:
@@ -153,39 +174,66 @@ class Pipelined(ParallelModel):
                 for module in part.model.modules():
                     if isinstance(module, Head):
                         module.split_backward = True
+        self._boundaries: dict[int, Tensor] = {}
+        """In a program: what each stage of this rank gets and returns, by the number of the stage that gets
+        it, without values."""
+
+    @cached_property
+    def _runtime(self) -> Any:
+        """torch's runtime. It is made in the first step, when the shapes of a program's hidden states are
+        known."""
         schedule, group = self.stages.schedule, self.comm.mesh.group(AXIS)
-        local_stages = zip(self._modules, self.parts, self.stages.local_stages, strict=True)
-        runners = [self._stage(module, part, stage, group) for module, part, (stage, _) in local_stages]
+        modules = zip(self._modules, self.parts, strict=True)
+        runners = [self._stage(module, part, group) for module, part in modules]
         actions = {rank: [str(action) for action in row] for rank, row in enumerate(schedule.actions)}
-        self._runtime = pipeline_runtime(runners, schedule.micro_batches, self._loss, actions)
+        return pipeline_runtime(runners, schedule.micro_batches, self._loss, actions)
 
     @property
     def pipeline(self) -> Stages:
         """How the model is cut into stages."""
         return self.stages
 
-    def _stage(
-        self, module: _StageModule, part: DataParallel, stage: int, group: dist.ProcessGroup | None
-    ) -> _Stage:
-        stages, layout = self.stages, self.comm.mesh.layout
-        ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
-        shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
-        hidden = torch.empty(shape, dtype=stages.dtype, device="meta", requires_grad=True)
+    def _stage(self, module: _StageModule, part: DataParallel, group: dist.ProcessGroup | None) -> _Stage:
+        stages, stage = self.stages, module.number
+        if self._is_of_program and stage < stages.last:
+            module.returns = self._boundary(stage + 1)
         loss = torch.empty((), dtype=wide(stages.dtype), device="meta", requires_grad=True)
         runner = _Stage(
             module,
             stage,
             stages.schedule.stages,
             self.comm.device,
-            input_args=ids if stage == 0 else hidden,
-            output_args=loss if stage == stages.last else hidden,
+            input_args=self._boundary(stage),
+            output_args=loss if stage == stages.last else self._boundary(stage + 1),
             group=group,
         )
         runner.part, runner.comm, runner.split, runner.sent = part, self.comm, stages.splits_backward, {}
         runner.float8 = any(isinstance(module, ScaledProduct) for module in part.model.modules())
         runner.owners = {}
-        runner.begin = lambda index: self.begin(self._batch[index])
+        runner.begin = partial(self._begin, module)
         return runner
+
+    def _boundary(self, stage: int) -> Tensor:
+        """Return what enters a stage in a step, without values: ids, then hidden states. The stages of a
+        program get their part of the batch themselves, and the first one only a number for each micro-batch.
+        """
+        stages, layout = self.stages, self.comm.mesh.layout
+        if self._is_of_program:
+            return torch.empty(1, device="meta") if stage == 0 else self._boundaries[stage].requires_grad_()
+        if stage == 0:
+            return torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
+        shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
+        return torch.empty(shape, dtype=stages.dtype, device="meta", requires_grad=True)
+
+    @property
+    def _is_of_program(self) -> bool:
+        return isinstance(self.parts[0].model, OfProgram)
+
+    def _begin(self, module: _StageModule, index: int) -> None:
+        """Prepare the forward of a micro-batch."""
+        batch = self._batch[index]
+        module.call = batch if isinstance(batch, LossCall) else None
+        self.begin(batch)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         self._total = self._total + output.detach()
@@ -200,23 +248,45 @@ class Pipelined(ParallelModel):
                     yield self.table.tied_name(name), parameter
 
     def _run(self, batch: MicroBatches, factor: Tensor) -> Tensor:
-        tokens = [_of_tokens(micro_batch) for micro_batch in batch]
-        self._batch, self._factor, self._total = tokens, factor, torch.zeros_like(factor)
-        self._set_positions(tokens[0].inputs.shape[1])
-        micro_batches = [self.local_batch(micro_batch) for micro_batch in tokens]
-        targets = torch.cat([micro_batch.targets for micro_batch in micro_batches])
-        named = {"targets": targets}
-        documents = [micro.documents for micro in micro_batches if micro.documents is not None]
-        if documents:
-            named["documents"] = torch.cat(documents)
-        inputs = (torch.cat([micro_batch.inputs for micro_batch in micro_batches]),) if self._has(0) else ()
+        self._batch, self._factor, self._total = batch, factor, torch.zeros_like(factor)
+        inputs, named = self._tensors_of(batch)
         with self.comm.waiting():  # beside the stages' work, torch's runtime waits for sends and receives
-            self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **named)
+            self._runtime.step(
+                *([inputs] if self._has(0) else []),
+                target=named["targets"],
+                losses=[],
+                return_outputs=False,
+                **named,
+            )
         for part in self.parts:
             # FSDP2 frees weights when a backward ends, and a stage whose weights are all frozen has none.
             if self.stages.splits_backward or not _is_trained(part.model):
                 part.reduce_gradients()
         return self._total
+
+    def _tensors_of(self, batch: MicroBatches) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the input of the first stage and the arguments of all stages, which torch's runtime divides
+        into micro-batches."""
+        if self._is_of_program:
+            if "_runtime" not in vars(self):
+                self._learn_boundaries(batch[0])
+            numbers = torch.arange(len(batch), dtype=torch.float32, device=self.comm.device)
+            return numbers, {"targets": numbers}
+        tokens = [micro_batch for micro_batch in batch if isinstance(micro_batch, Batch)]
+        self._set_positions(tokens[0].inputs.shape[1])
+        micro_batches = [self.local_batch(micro_batch) for micro_batch in tokens]
+        named = {"targets": torch.cat([micro_batch.targets for micro_batch in micro_batches])}
+        documents = [micro.documents for micro in micro_batches if micro.documents is not None]
+        if documents:
+            named["documents"] = torch.cat(documents)
+        return torch.cat([micro_batch.inputs for micro_batch in micro_batches]), named
+
+    @torch.no_grad()
+    def _learn_boundaries(self, batch: Batch | LossCall) -> None:
+        """Find the shapes of a program's hidden states by a forward of one micro-batch."""
+        assert isinstance(batch, LossCall), "the micro-batches of a program are calls"
+        with self.evaluating():
+            self.loss(replace(batch, sums=LossSums()))
 
     def _set_positions(self, length: int) -> None:
         whole = torch.arange(length, device=self.comm.device)
@@ -252,12 +322,36 @@ class Pipelined(ParallelModel):
 
     def loss(self, batch: Batch | LossCall) -> Tensor:
         """Return the summed loss on the rank of the last stage and zero elsewhere, without gradients."""
-        batch = _of_tokens(batch)
-        part = self.local_batch(batch)
         self.begin(batch)
-        result = self._forward(part.inputs, batch.inputs.shape[1], part.documents, targets=part.targets)
+        if isinstance(batch, LossCall):
+            result = self._forward_call(batch)
+        else:
+            part = self.local_batch(batch)
+            result = self._forward(part.inputs, batch.inputs.shape[1], part.documents, targets=part.targets)
         zero = torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device)
         return zero if result is None else result
+
+    def _forward_call(self, call: LossCall) -> Tensor | None:
+        """Run a micro-batch of a program forward through all stages, and return the loss on the rank of the
+        last one. Shapes are sent before hidden states, because only the program knows them."""
+        schedule, last = self.stages.schedule, self.stages.last
+        x = torch.empty(1, device=self.comm.device)
+        for module in self._modules:
+            stage = module.number
+            if stage > 0 and not self._has(stage - 1):
+                before = schedule.rank_of_stage[stage - 1]
+                header = torch.zeros(2 + _LARGEST_NDIM, dtype=torch.int64, device=self.comm.device)
+                self.comm.receive(header, AXIS, before)
+                x = torch.empty_like(_described_by(header), device=self.comm.device)
+                self.comm.receive(x, AXIS, before)
+            self._boundaries[stage] = torch.empty_like(x, device="meta")
+            x = module.part(call=replace(call, stage=StageCall(stage, last, x)))
+            self._boundaries[stage + 1] = torch.empty_like(x, device="meta")
+            if stage < last and not self._has(stage + 1):
+                after = schedule.rank_of_stage[stage + 1]
+                self.comm.send(_header(x), AXIS, after)
+                self.comm.send(x, AXIS, after)
+        return x if self._has(last) else None
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
         length = tokens.shape[1] * self.comm.mesh.size("context")
@@ -292,9 +386,21 @@ class Pipelined(ParallelModel):
         return x if self._has(self.stages.last) else None
 
 
-def _of_tokens(batch: Batch | LossCall) -> Batch:
-    assert isinstance(batch, Batch), "train/check_module.py refuses pipelines of programs"
-    return batch
+_LARGEST_NDIM = 8
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _header(hidden: Tensor) -> Tensor:
+    """Return the shape and the dtype of hidden states as numbers, to be sent before them."""
+    sizes = [*hidden.shape, *([0] * (_LARGEST_NDIM - hidden.ndim))]
+    numbers = [_DTYPES.index(hidden.dtype), hidden.ndim, *sizes]
+    return torch.tensor(numbers, dtype=torch.int64, device=hidden.device)
+
+
+def _described_by(header: Tensor) -> Tensor:
+    """Return a tensor of the shape and dtype in a header, without values."""
+    dtype, ndim, *sizes = header.tolist()
+    return torch.empty(sizes[:ndim], dtype=_DTYPES[dtype], device="meta")
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -243,12 +243,6 @@ def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout)
     if layout.pipeline == 1:
         return
     name = name_of(model)
-    if config.model.is_of_program:
-        yield (
-            f"layout.pipeline = {layout.pipeline}: the loss function of a program uses the whole model, so "
-            "it cannot be cut into stages; use the other axes"
-        )
-        return
     if table.blocks is None:
         yield (
             f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut "

@@ -71,7 +71,7 @@ class Program:
         self._ahead: StepBatch | None = None
         self._finished, self._calls = False, 0
         self._names: tuple[str, ...] = ()
-        """Names of the losses of the step before."""
+        """Names of the losses of the step before; none before the first step."""
         self._turns = Turns(lambda: run(self))
 
     def request(self, call: str) -> Request:
@@ -275,18 +275,21 @@ class Program:
         factor = torch.tensor(training.scale.value / rows, dtype=dtype, device=training.mesh.device)
         with training.comm.clock.span("forward_backward"), attention_backends(training.mesh.device.type):
             total = training.parallel.forward_backward(calls, factor) / rows
-        names = tuple(sorted(sums.parts))
-        self._check_names(names)
-        items = torch.as_tensor(sums.items, dtype=torch.float64, device=training.mesh.device)
-        numbers = torch.stack([items, *(sums.parts[name] for name in names)]) / rows
+        self._names = self._names_of_losses(sums)
+        numbers = sums.vector(self._names, training.mesh.device) / rows
         tokens = torch.tensor(float(rows), device=training.mesh.device)
-        return StepGradients(total, tokens, self._checksum(batch), program=ProgramSums(names, numbers))
+        return StepGradients(total, tokens, self._checksum(batch), program=ProgramSums(self._names, numbers))
 
-    def _check_names(self, names: tuple[str, ...]) -> None:
-        """Raise if the ranks have losses of other names, whose sums would be mixed up."""
+    def _names_of_losses(self, sums: LossSums) -> tuple[str, ...]:
+        """Return the names of the losses in their order. Raise if ranks have losses of other names, whose
+        sums would be mixed up."""
+        training, names = self.present(), sums.names
+        if training.plan.layout.pipeline > 1:  # only the last stage has losses
+            names = names or self._names
+            if not self._names:
+                names = tuple(max(training.peers.all_gather(names), key=len))
         if names == self._names:
-            return
-        training, self._names = self.present(), names
+            return names
         point = f"losses {training.step} {names}"
         if training.mesh.missing_at(point, AGREE_SECONDS):
             raise UserError(
@@ -294,6 +297,7 @@ class Program:
                 f"{training.mesh.worker.rank}, and other names on another one. Return the same names for "
                 "every batch, with a loss of 0 * … where one does not apply"
             )
+        return names
 
     def _compute_by_job(self, batch: StepBatch) -> StepGradients:
         """Compute the gradients of the job's model and data, as a run without a program does."""

@@ -30,11 +30,12 @@ def means_over(
             own = LossSums()
             training.parallel.loss(LossCall(function, values, 0, own))
             sums.add({name: part * weight for name, part in own.parts.items()}, own.items * weight)
-    names = sorted(sums.parts)
+    names = sums.names
+    if training.plan.layout.pipeline > 1:
+        names = max(training.peers.all_gather(names), key=len)  # only the last stage has results
     agree(f"engine.evaluate with results {', '.join(names)}")
-    items = torch.as_tensor(sums.items, dtype=torch.float64, device=training.mesh.device)
-    numbers = training.comm.sum_over_data(torch.stack([items, *(sums.parts[name] for name in names)]))
-    total, *means = numbers.tolist()
+    numbers = training.comm.sum_over_data(sums.vector(names, training.mesh.device))
+    total, *means = training.comm.all_reduce(numbers, "pipeline").tolist()
     training.comm.ledger.take()  # the next step does not count this time
     training.comm.clock.restart()
     return {name: mean / (total or 1.0) for name, mean in zip(names, means, strict=True)}

@@ -14,8 +14,9 @@ from torch import nn
 from shardwise.config import Config, brings_data
 from shardwise.data.samples import Samples
 from shardwise.errors import ConfigError, UserError
-from shardwise.models import use_factory
+from shardwise.models import build_program_module, use_factory, weights_without_memory
 from shardwise.optimizers import BUILT_IN, from_table
+from shardwise.parallel.tables import table_of
 from shardwise.plurals import counted
 from shardwise.section import Section
 
@@ -97,6 +98,8 @@ class Request:
             update["optimizer"] = _optimizer(self._optimizer)
         if self.samples is not None:
             update["data"] = _updated(config.data, {"sequence_length": 1, "held_out": 0.0})
+        if config.model.is_of_program and (blocks := _count_blocks()):
+            update["model"] = _updated(config.model, {"layers": blocks})
         given = config.train.model_fields_set
         train = _updated(config.train, {key: value for key, value in self._train.items() if key not in given})
         if "steps" not in given and (steps := self._steps(train.global_batch)) is not None:
@@ -116,6 +119,15 @@ class Request:
                 "step"
             )
         return max(1, math.floor((epochs or 1.0) * size / global_batch))
+
+
+def _count_blocks() -> int:
+    """Return how many blocks the program's module has, which pipeline stages share; 0 without a table that
+    names them."""
+    with weights_without_memory(0):
+        module = build_program_module()
+    blocks = table_of(module).blocks
+    return 0 if blocks is None else len(list(module.get_submodule(blocks).children()))
 
 
 def _with_table(module: Any, sharding: object) -> Any:
