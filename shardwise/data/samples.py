@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.data.batches import split_evenly
 from shardwise.data.order import Order
+from shardwise.errors import UserError
 
 Collate = Callable[[list[Any]], Any]
 
@@ -42,6 +43,9 @@ class Samples:
     """Number of processes that read ahead."""
     seed: int = 0
     """Seed of the order in which samples are read."""
+    sequences: tuple[str, ...] = ()
+    """Names of the entries of a batch that are sequences, in dim 1: devices of the context axis share them.
+    """
 
     @cached_property
     def order(self) -> Order:
@@ -141,6 +145,54 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(values, list | tuple):
         return type(values)(to_device(value, device, dtype) for value in values)
     return values.to(device) if hasattr(values, "to") else values
+
+
+def with_positions(
+    values: Any, sequences: Sequence[str], positions: Callable[[int], Tensor] | None, multiple: int
+) -> Any:
+    """Return a batch with the tokens of this device in its sequences, and their positions as `positions`.
+
+    `positions` returns those of this device's tokens in a sequence of a length, which must be a multiple of
+    `multiple`; None: it has all tokens. A batch without sequences stays as it is.
+    """
+    if not sequences:
+        return values
+    if not isinstance(values, dict):
+        raise UserError(
+            f"engine.batches(sequences=…): a batch is a {type(values).__name__}; let the collate function "
+            "return a dictionary"
+        )
+    lengths = {name: _length(values, name) for name in sequences}
+    length = lengths[sequences[0]]
+    if len(set(lengths.values())) > 1:
+        raise UserError(
+            f"engine.batches(sequences=…): {', '.join(f'{name} has {n}' for name, n in lengths.items())} "
+            "tokens; sequences of one batch have one length"
+        )
+    if length % multiple:
+        raise UserError(
+            f"engine.batches(sequences=…): a sequence of {length} tokens cannot be shared by the devices of "
+            f"the layout; pad it to a multiple of {multiple} in the collate function"
+        )
+    chosen = torch.arange(length, device=values[sequences[0]].device)
+    if positions is not None:
+        chosen = positions(length)
+        values = {**values, **{name: values[name][:, chosen] for name in sequences}}
+    return {**values, "positions": chosen}
+
+
+def _length(values: dict[str, Any], name: str) -> int:
+    """Return the number of tokens of an entry of a batch."""
+    value = values.get(name)
+    if isinstance(value, Tensor) and value.ndim >= 2:
+        return value.shape[1]
+    found = (
+        f"a {type(value).__name__}" if name in values else f"missing; it has {', '.join(map(str, values))}"
+    )
+    raise UserError(
+        f"engine.batches(sequences=…): the batch's entry {name!r} is {found}; it must be a tensor (batch, "
+        "sequence, …)"
+    )
 
 
 class _Sampler:

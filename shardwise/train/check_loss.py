@@ -34,7 +34,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data import Rows
 from shardwise.data.batches import Batch, to_batch
-from shardwise.data.samples import Samples, to_device
+from shardwise.data.samples import Samples, to_device, with_positions
 from shardwise.errors import UserError
 from shardwise.models import IGNORED, LossCall, LossSums, attention_backends
 from shardwise.models.program_module import WHAT_TO_RETURN as WHAT_A_PROGRAM_RETURNS
@@ -103,12 +103,14 @@ def check_program_loss(training: Training, loss: LossFunction, samples: Samples)
     try:
         with _without_trace(training):
             (once, items), (twice, items_of_two) = (
-                _measured_sums(training, loss, to_device(collate(batch), device, dtype))
+                _measured_sums(training, loss, to_device(collate(batch), device, dtype), samples)
                 for batch in ([sample], [sample, sample])
             )
     except UserError:
         raise
     except Exception:  # it may need gradients, or larger batches; the step itself shows what is wrong
+        if training.plan.layout.pipeline > 1:  # the other stages wait for this one
+            raise
         return
     for name in once.keys() & twice.keys():
         if once[name] and items_of_two > items and abs(twice[name] - once[name]) <= CLOSE * abs(once[name]):
@@ -120,9 +122,12 @@ def check_program_loss(training: Training, loss: LossFunction, samples: Samples)
             )
 
 
-def _measured_sums(training: Training, loss: LossFunction, values: Any) -> tuple[dict[str, float], float]:
+def _measured_sums(
+    training: Training, loss: LossFunction, values: Any, samples: Samples
+) -> tuple[dict[str, float], float]:
     """Return the losses of a batch and its number of items."""
-    sums = LossSums()
+    sums, parallel = LossSums(), training.parallel
+    values = with_positions(values, samples.sequences, parallel.positions, parallel.multiple)
     training.parallel.loss(LossCall(loss, values, 0, sums))
     return {name: float(value) for name, value in sums.parts.items()}, float(sums.items)
 

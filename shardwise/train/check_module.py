@@ -291,18 +291,12 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
     if layout.context == 1:
         return
     name = name_of(model)
-    if config.model.is_of_program:
-        yield (
-            f"layout.context = {layout.context}: it is not known along which dimension the samples of a "
-            "program are sequences; use the other axes"
-        )
-        return
     if table.mixing is None:
         yield (
             f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "
             f"where tokens meet"
         )
-    if "positions" not in accepted_arguments(model):
+    if not config.model.is_of_program and "positions" not in accepted_arguments(model):
         yield (
             f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a "
             f"device's tokens"

@@ -6,7 +6,7 @@ the calls is that of the ordinary training loop (train/program.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,14 +50,19 @@ class Engine:
         steps: int | None = None,
         epochs: float | None = None,
         workers: int = 0,
+        sequences: Sequence[str] = (),
     ) -> Iterator[StepBatch]:
         """Yield this worker's part of each global batch, from the step where the run stands to the last one.
 
         `dataset` has `__len__` and `__getitem__`; left out, the data are those of the job. `collate` makes a
         batch of a list of samples, by default as torch's `DataLoader` does. The run makes `steps` steps, or
-        passes `epochs` times through the data (1 by default). `workers` processes read ahead.
+        passes `epochs` times through the data (1 by default). `workers` processes read ahead. `sequences`
+        names the entries of a batch that are sequences in their dim 1: the devices of the context axis share
+        them, and the batch gets the `positions` of a device's tokens.
         """
-        samples = None if dataset is None else Samples(dataset, collate, workers)
+        samples = None
+        if dataset is not None:
+            samples = Samples(dataset, collate, workers, sequences=tuple(sequences))
         self._program.request("batches").choose_data(samples, global_batch, steps, epochs)
         return self._program.batches()
 

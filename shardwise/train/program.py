@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.config import Config
 from shardwise.data.batches import Batch
-from shardwise.data.samples import MicroBatch, SampleReader, Samples
+from shardwise.data.samples import MicroBatch, SampleReader, Samples, with_positions
 from shardwise.errors import UserError
 from shardwise.models import LossCall, LossSums, attention_backends
 from shardwise.models.program_module import LossFunction
@@ -270,7 +270,7 @@ class Program:
                 "the model"
             )
         rows, sums = training.config.train.global_batch, LossSums()
-        calls = [LossCall(loss, _values(part), part.first, sums) for part in parts]
+        calls = [LossCall(loss, self._on_this_device(part), part.first, sums) for part in parts]
         dtype = DTYPES[training.plan.model.dtypes.sums]
         factor = torch.tensor(training.scale.value / rows, dtype=dtype, device=training.mesh.device)
         with training.comm.clock.span("forward_backward"), attention_backends(training.mesh.device.type):
@@ -280,6 +280,16 @@ class Program:
         tokens = torch.tensor(float(rows), device=training.mesh.device)
         return StepGradients(total, tokens, self._checksum(batch), program=ProgramSums(self._names, numbers))
 
+    def _on_this_device(self, part: MicroBatch | Batch) -> Any:
+        """Return what a loss function gets of a micro-batch."""
+        samples, parallel = self.asked.samples, self.present().parallel
+        if isinstance(part, MicroBatch) and samples is not None:
+            return with_positions(part.values, samples.sequences, parallel.positions, parallel.multiple)
+        assert isinstance(part, Batch), "the data are those of the job"
+        part = parallel.local_batch(part)
+        values: dict[str, Tensor] = {"inputs": part.inputs, "targets": part.targets}
+        return values if part.documents is None else {**values, "documents": part.documents}
+
     def _names_of_losses(self, sums: LossSums) -> tuple[str, ...]:
         """Return the names of the losses in their order. Raise if ranks have losses of other names, whose
         sums would be mixed up."""
@@ -287,7 +297,7 @@ class Program:
         if training.plan.layout.pipeline > 1:  # only the last stage has losses
             names = names or self._names
             if not self._names:
-                names = tuple(max(training.peers.all_gather(names), key=len))
+                names = max(map(tuple, training.peers.all_gather(names)), key=len)
         if names == self._names:
             return names
         point = f"losses {training.step} {names}"
@@ -354,6 +364,8 @@ class Program:
             )
         if not len(samples.dataset):
             raise UserError("engine.evaluate: the dataset is empty")
+        if self.asked.samples is not None:
+            samples = replace(samples, sequences=self.asked.samples.sequences)
         self._agree("engine.evaluate")
         if self.link is not None:
             self.link.progress("evaluate", training.step)
@@ -379,11 +391,3 @@ class Program:
         training = self.present()
         self._agree("engine.export")
         export(training, path)
-
-
-def _values(part: MicroBatch | Batch) -> Any:
-    """Return what a loss function gets of a micro-batch."""
-    if isinstance(part, MicroBatch):
-        return part.values
-    values: dict[str, Tensor] = {"inputs": part.inputs, "targets": part.targets}
-    return values if part.documents is None else {**values, "documents": part.documents}

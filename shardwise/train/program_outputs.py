@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
-from shardwise.data.samples import Samples, to_device
+from shardwise.data.samples import Samples, to_device, with_positions
 from shardwise.models import LossCall, LossSums, attention_backends
 from shardwise.models.program_module import LossFunction
 from shardwise.models.torch_dtypes import DTYPES
@@ -32,10 +32,14 @@ def means_over(
             sums.add({name: part * weight for name, part in own.parts.items()}, own.items * weight)
     names = sums.names
     if training.plan.layout.pipeline > 1:
-        names = max(training.peers.all_gather(names), key=len)  # only the last stage has results
+        names = max(
+            training.peers.all_gather(names), key=lambda each: len(each)
+        )  # only the last stage has results
     agree(f"engine.evaluate with results {', '.join(names)}")
     numbers = training.comm.sum_over_data(sums.vector(names, training.mesh.device))
-    total, *means = training.comm.all_reduce(numbers, "pipeline").tolist()
+    for axis in ("context", "pipeline"):
+        training.comm.all_reduce(numbers, axis)
+    total, *means = numbers.tolist()
     training.comm.ledger.take()  # the next step does not count this time
     training.comm.clock.restart()
     return {name: mean / (total or 1.0) for name, mean in zip(names, means, strict=True)}
@@ -51,7 +55,12 @@ def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, flo
         start = first + training.mesh.data_index * size
         chosen = range(start, min(start + size, count)) or range(count - 1, count)
         values = collate([samples.dataset[index] for index in chosen])
-        yield to_device(values, training.mesh.device, dtype), float(start < count)
+        values = to_device(values, training.mesh.device, dtype)
+        parallel = training.parallel
+        yield (
+            with_positions(values, samples.sequences, parallel.positions, parallel.multiple),
+            float(start < count),
+        )
 
 
 def state_dict(training: Training) -> dict[str, Any]:

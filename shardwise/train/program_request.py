@@ -100,6 +100,14 @@ class Request:
             update["data"] = _updated(config.data, {"sequence_length": 1, "held_out": 0.0})
         if config.model.is_of_program and (blocks := _count_blocks()):
             update["model"] = _updated(config.model, {"layers": blocks})
+        if config.layout.context > 1 and self.samples is not None:
+            if not self.samples.sequences:
+                raise UserError(
+                    f"layout.context = {config.layout.context}: it is not known which parts of a batch are "
+                    'sequences; name them, as in engine.batches(..., sequences=("inputs", "targets"))'
+                )
+            if config.layout.attention == "auto":
+                update["layout"] = _updated(config.layout, {"attention": "ring"})
         given = config.train.model_fields_set
         train = _updated(config.train, {key: value for key, value in self._train.items() if key not in given})
         if "steps" not in given and (steps := self._steps(train.global_batch)) is not None:
