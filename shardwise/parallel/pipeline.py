@@ -116,8 +116,11 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
         self.begin(fwd_chunk_id)
-        with self.comm.working():
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            with self.comm.working():
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:  # torch's runtime wraps what the model raised
+            raise error.__cause__ or error from None
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
+from shardwise.config import RANK_AXES
 from shardwise.data.samples import Samples, to_device, with_positions
 from shardwise.models import LossCall, LossSums, attention_backends
 from shardwise.models.program_module import LossFunction
@@ -32,9 +34,8 @@ def means_over(
             sums.add({name: part * weight for name, part in own.parts.items()}, own.items * weight)
     names = sums.names
     if training.plan.layout.pipeline > 1:
-        names = max(
-            training.peers.all_gather(names), key=lambda each: len(each)
-        )  # only the last stage has results
+        # only the last stage has results
+        names = max(map(tuple, training.peers.all_gather(names)), key=len)
     agree(f"engine.evaluate with results {', '.join(names)}")
     numbers = training.comm.sum_over_data(sums.vector(names, training.mesh.device))
     for axis in ("context", "pipeline"):
@@ -76,13 +77,35 @@ def state_dict(training: Training) -> dict[str, Any]:
 @torch.no_grad()
 def export(training: Training, path: str) -> None:
     """Write whole weights and buffers to a file, on the main rank. Every rank must call this."""
-    tensors = {}
+    tensors, mesh = dict[str, Tensor](), training.mesh
+    leads_stage = not any(mesh.coordinate(axis) for axis in RANK_AXES if axis != "pipeline")
     models = [part.model for part in training.parallel.parts]
     named = [pair for model in models for pair in model.named_parameters(remove_duplicate=False)]
     for name, tensor in (*named, *training.parallel.named_buffers()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if training.mesh.is_main:
+        if leads_stage:
             tensors[name] = whole.detach().cpu().contiguous().clone()
-    if training.mesh.is_main:
+    if mesh.size("pipeline") > 1:
+        _send_to_main(training, tensors)
+    if mesh.is_main:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path)
+
+
+def _send_to_main(training: Training, tensors: dict[str, Tensor]) -> None:
+    """Add the tensors of the other pipeline stages to those of the main rank. Only the rank of each stage
+    that lies with it on the pipeline axis has tensors; every rank must call this."""
+    mesh, comm = training.mesh, training.comm
+    descriptions = [
+        (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    ]
+    everyone = training.peers.all_gather((mesh.coordinate("pipeline"), descriptions))
+    for rank, (stage, described) in enumerate(everyone):
+        for name, shape, dtype in described if rank else ():
+            if mesh.worker.rank == rank:
+                comm.send(tensors[name].to(comm.device), "pipeline", 0)
+            elif mesh.is_main:
+                received = torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
+                tensors[name] = comm.receive(received, "pipeline", stage).cpu()
+    comm.ledger.take()  # the next step does not count these
