@@ -143,3 +143,14 @@ def test_a_run_that_ends_with_an_error_has_failed(tmp_path: Path, status: int, f
 def test_a_run_that_ends_while_its_recovery_is_waited_for_has_not_survived(tmp_path: Path) -> None:
     with pytest.raises(NotSurvived, match="the command ended with status 1"):
         a_run(tmp_path / "run", 1)._wait(lambda: None, "no step was done after it")
+
+
+def test_an_exception_that_is_never_raised_is_not_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is done before the worker gets to the place."""
+    run = a_run(tmp_path / "run", 0)
+    monkeypatch.setattr(disturbed_run, "raise_error", lambda pid, place: None)
+    step(run.folder, 5, time.time())
+    with pytest.raises(NotSurvived, match="the run ended before"):
+        run._error(5, time.time(), random.Random(2))
