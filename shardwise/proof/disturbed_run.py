@@ -291,22 +291,24 @@ class DisturbedRun:
         """
         events_before, (rank, pid) = len(self._events()), self._victim(draw)
         place: ErrorPlace = draw.choice(ERROR_PLACES)
-        happened = f"an exception in rank {rank} in {ERROR_NAMES[place]}"
-        if place in ("group", "communicator"):
-            other = draw.choice([one for one in sorted(self.commands.workers()) if one != rank])
-            happened = (
-                f"exceptions in rank {rank} in a collective and in rank {other} in {ERROR_NAMES[place]}"
-            )
-            raise_error(self.commands.workers()[other], place)
-            raise_error(pid, "collective")
-            self._expected += 1
-        else:
-            raise_error(pid, place)
+        others = {other: other_pid for other, other_pid in self.commands.workers().items() if other != rank}
+        second = draw.choice(sorted(others)) if place in ("group", "communicator") and others else None
+        if second is not None:
+            raise_error(others[second], place)
+        first: ErrorPlace = place if second is None else "collective"
+        raise_error(pid, first)
         fault = self._wait(lambda: self._event("fault", events_before), "no exception was raised")
         raised_at = datetime.fromisoformat(fault["time"]).timestamp()
+        self._wait(lambda: self._resumed(events_before), "no step was done after it")
+        faults = [event for event in self._events()[events_before:] if event["event"] == "fault"]
+        raised = sum("DrillError" in event["cause"] for event in faults)
+        if not raised:
+            raise NotSurvived(f"rank {rank} raised no exception; the fault was: {fault['cause']}")
+        self._expected += max(0, raised - 1)
+        happened = f"an exception in rank {rank} in {ERROR_NAMES[first]}"
+        if second is not None:
+            happened += _what_second_did(second, place, raised)
         survived = self._recovered("error", step, raised_at, rank, happened, events_before)
-        causes = [event["cause"] for event in self._events()[events_before:] if event["event"] == "fault"]
-        raised = sum("DrillError" in cause for cause in causes)
         return replace(survived, more={**survived.more, "place": place, "exceptions": raised})
 
     def _corrupt(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
@@ -392,3 +394,10 @@ class DisturbedRun:
         more = {"seconds_to_return": first["time"] - record["time"], "returned_at": again.get("step", 0)}
         rank = gone[0] if gone else None
         return SurvivedFault("lose", step, rank, record["time"] - at, lost, happened, more)
+
+
+def _what_second_did(rank: int, place: ErrorPlace, raised: int) -> str:
+    """Return what became of the second worker that was to raise an exception, to be added to the first's."""
+    if raised > 1:
+        return f", then one in rank {rank} in {ERROR_NAMES[place]}"
+    return f"; rank {rank} was replaced before it raised one in {ERROR_NAMES[place]}"
