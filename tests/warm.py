@@ -5,8 +5,8 @@ The server (this file, run as a program) has imported what commands and their wo
 threads. For each call it forks a keeper, and the keeper forks the command: in a session of its own, with the
 folder, environment, arguments and outputs that were asked for and with signals as a new process has them, it
 calls what the `shardwise` script calls. What a command starts with `python -c` (the server that its workers
-are forked from, multiprocessing's resource tracker) or `python -m shardwise` (the runs of a drill) is forked
-from the command in the same way, so it is warm too.
+are forked from, multiprocessing's resource tracker) or `env … python -m MODULE` (the runs of a drill) is
+forked from the command in the same way, so it is warm too.
 
 Commands see no GPU: their workers are forked, which is not possible after CUDA was used. So they train the
 same numbers on every machine. Tests of commands on a GPU start them as a user does
@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -246,15 +247,13 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], outputs:
     call_main(arguments)
 
 
-def call_main(arguments: list[str]) -> NoReturn:
-    """What the `shardwise` script does."""
+def call_main(arguments: list[str], module: str = "shardwise") -> NoReturn:
+    """What the `shardwise` script does, or `python -m MODULE`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["shardwise", *arguments]
-    from shardwise.cli.main import main
-
     status = 0
     try:
-        main()
+        runpy.run_module(module, run_name="__main__")
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
     except Exception:
@@ -281,12 +280,12 @@ def fork_command(words: list[str], *others: Any) -> int:
     for number, stream in enumerate((stdin, stdout, stderr)):
         os.dup2(stream, number)
     os.closerange(3, 1024)  # with that the caller sees that the program has started
-    before, arguments = words[1 : words.index("-m") - 1], words[words.index("-m") + 2 :]
+    before, (module, *arguments) = words[1 : words.index("-m") - 1], words[words.index("-m") + 1 :]
     for flag, name in pairwise(before):
         if flag == "-u":
             os.environ.pop(name, None)
     os.environ.update(dict(word.split("=", 1) for word in before if "=" in word))
-    call_main(arguments)
+    call_main(arguments, module)
 
 
 def fork_instead(path: bytes, words: list[str], passed: list[int]) -> int:

@@ -1,7 +1,8 @@
 """`shardwise doctor`: show what this machine has and lacks, with the command to type for what is missing.
 
-Nothing here imports torch. Its version is read from the metadata of the installed package, so the answer
-comes at once, even if torch is broken. GPUs are queried through the driver's own tool.
+Nothing here imports torch, unless `--devices` is given (cli/devices.py). Its version is read from the
+metadata of the installed package, so the answer comes at once, even if torch is broken. GPUs are queried
+through the driver's own tool.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -46,10 +47,21 @@ class Gpu:
 
 
 def doctor(
+    devices: Annotated[
+        bool,
+        typer.Option(
+            "--devices",
+            help="Use the GPUs (or CPU cores): links, four proofs, a drill, float8, compile. Two minutes.",
+        ),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Show what this machine has and lacks for training, and the install command for what is missing. Status
     1 if it cannot train."""
+    if devices:
+        from shardwise.cli.devices import check_and_show
+
+        raise typer.Exit(check_and_show(json, [asdict(finding) for finding in examine()]))
     findings = examine()
     if json:
         import json as json_format

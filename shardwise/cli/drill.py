@@ -18,7 +18,9 @@ def drill(
     overrides: Overrides = None,
     faults: Annotated[
         str,
-        typer.Option("--faults", help="Kinds, with commas between: kill, hang, corrupt, full, term, lose."),
+        typer.Option(
+            "--faults", help="Kinds, with commas between: kill, hang, error, corrupt, full, term, lose."
+        ),
     ] = "kill,hang,corrupt,full,term",
     count: Annotated[int, typer.Option("--count", min=1, help="Faults in all; kinds take turns.")] = 5,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Decides steps, ranks, files and bytes.")] = 0,

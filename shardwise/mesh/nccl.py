@@ -18,8 +18,11 @@ state that the next team needs, so it is turned off for these workers.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
+from collections import Counter
+from pathlib import Path
 
 from shardwise.mesh.environment import nccl_may_share_gpus
 
@@ -35,6 +38,20 @@ def share_gpus() -> None:
     """Let NCCL accept several workers of this host on one GPU. Call this before the first communicator."""
     if not nccl_may_share_gpus():
         os.environ.update(NCCL_HOSTID=uuid.uuid4().hex)
+
+
+def write_log(folder: Path) -> None:
+    """Let NCCL write its log to a file for each process. Call this before the first communicator."""
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(folder / "nccl-%p.log"))
+
+
+def transports(log: str) -> Counter[str]:
+    """Return how many connections of NCCL's log use each transport, for example `P2P/CUMEM` or `NET/Socket`.
+
+    A connection between two GPUs of a host that goes through `NET` uses no NVLink, PCIe or shared memory.
+    """
+    found = re.findall(r"Channel \S+ : \d+\[\S+ -> \d+\[\S+ .*?via ([A-Za-z0-9]+/[A-Za-z0-9]+)", log)
+    return Counter(found)
 
 
 def leave_faults_to_the_host() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,7 +21,18 @@ from shardwise.files import Json
 from shardwise.observe import newest, read_events, read_metrics
 from shardwise.observe.records import Record
 from shardwise.plurals import counted
-from shardwise.proof.drill_faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
+from shardwise.proof.drill_faults import (
+    ERROR_PLACES,
+    ErrorPlace,
+    FullDisk,
+    Kind,
+    PlannedFault,
+    corrupt,
+    hang,
+    kill,
+    limits,
+    raise_error,
+)
 from shardwise.proof.train_commands import TrainCommands
 from shardwise.resilience.stopping import RESUME_ME
 
@@ -32,6 +43,13 @@ PATIENCE_SECONDS = 120.0
 """Least number of seconds to wait for a recovery."""
 BEGIN = ("start", "resume")
 """Names of the events with which workers begin to train."""
+ERROR_NAMES: dict[ErrorPlace, str] = {
+    "collective": "a collective",
+    "group": "the creation of a process group",
+    "communicator": "the first collective of a team",
+    "save": "a save",
+}
+"""For each place in which a worker can raise an exception, the words of the drill's table."""
 
 _Result = TypeVar("_Result")
 
@@ -104,13 +122,15 @@ class DisturbedRun:
         self.folder, self.config, self.workers, self.planned = folder, config, workers, planned
         self.baseline, self.progress = baseline, progress
         self.survived: list[SurvivedFault] = []
-        self.commands = TrainCommands(job_file(folder, config), folder)
+        raises_errors = any(fault.kind == "error" for fault in planned)
+        self.commands = TrainCommands(job_file(folder, config), folder, raises_errors)
         self._hosts = [workers - 1, 1] if any(fault.kind == "lose" for fault in planned) else [workers]
         self._phase = "starting"
         self._expected = 0
         self._actions: dict[Kind, Callable[[int, float, random.Random], SurvivedFault]] = {
             "kill": self._kill,
             "hang": self._hang,
+            "error": self._error,
             "corrupt": self._corrupt,
             "full": self._full,
             "term": self._term,
@@ -142,7 +162,7 @@ class DisturbedRun:
 
     def unexpected(self) -> Iterator[str]:
         """Yield all faults that the run recorded, if it recorded more than were injected."""
-        done = sum(fault.kind in ("kill", "hang", "corrupt", "lose") for fault in self.survived)
+        done = sum(fault.kind in ("kill", "hang", "error", "corrupt", "lose") for fault in self.survived)
         faults = [event for event in self._events() if event["event"] == "fault"]
         if len(faults) > done + self._expected:
             yield from (f"{event['kind']} at step {event['step']}: {event['cause']}" for event in faults)
@@ -263,6 +283,34 @@ class DisturbedRun:
         hang(pid)
         return self._recovered("hang", step, at, rank, f"rank {rank} frozen", events_before)
 
+    def _error(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        """Let a worker raise an exception, and wait for the recovery.
+
+        Process groups and communicators are created when a team meets. So for these places one worker raises
+        an exception in a collective, and another one when the workers meet again.
+        """
+        events_before, (rank, pid) = len(self._events()), self._victim(draw)
+        place: ErrorPlace = draw.choice(ERROR_PLACES)
+        others = {other: other_pid for other, other_pid in self.commands.workers().items() if other != rank}
+        second = draw.choice(sorted(others)) if place in ("group", "communicator") and others else None
+        if second is not None:
+            raise_error(others[second], place)
+        first: ErrorPlace = place if second is None else "collective"
+        raise_error(pid, first)
+        fault = self._wait(lambda: self._event("fault", events_before), "no exception was raised")
+        raised_at = datetime.fromisoformat(fault["time"]).timestamp()
+        self._wait(lambda: self._resumed(events_before), "no step was done after it")
+        faults = [event for event in self._events()[events_before:] if event["event"] == "fault"]
+        raised = sum("DrillError" in event["cause"] for event in faults)
+        if not raised:
+            raise NotSurvived(f"rank {rank} raised no exception; the fault was: {fault['cause']}")
+        self._expected += max(0, raised - 1)
+        happened = f"an exception in rank {rank} in {ERROR_NAMES[first]}"
+        if second is not None:
+            happened += _what_second_did(second, place, raised)
+        survived = self._recovered("error", step, raised_at, rank, happened, events_before)
+        return replace(survived, more={**survived.more, "place": place, "exceptions": raised})
+
     def _corrupt(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         events_before, (rank, pid) = len(self._events()), self._victim(draw)
         damage = corrupt(str(self.folder / "checkpoints"), pid, draw, self._save_in_flight)
@@ -346,3 +394,10 @@ class DisturbedRun:
         more = {"seconds_to_return": first["time"] - record["time"], "returned_at": again.get("step", 0)}
         rank = gone[0] if gone else None
         return SurvivedFault("lose", step, rank, record["time"] - at, lost, happened, more)
+
+
+def _what_second_did(rank: int, place: ErrorPlace, raised: int) -> str:
+    """Return what became of the second worker that was to raise an exception, to be added to the first's."""
+    if raised > 1:
+        return f", then one in rank {rank} in {ERROR_NAMES[place]}"
+    return f"; rank {rank} was replaced before it raised one in {ERROR_NAMES[place]}"

@@ -43,7 +43,7 @@ from shardwise.proof.disturbed_run import (
     SurvivedFault,
     job_file,
 )
-from shardwise.proof.drill_faults import Kind, PlannedFault, schedule
+from shardwise.proof.drill_faults import ERROR_SIGNALS, Kind, PlannedFault, schedule
 from shardwise.proof.train_commands import TrainCommands
 
 SHORTEST_HANG = 2.0
@@ -206,6 +206,8 @@ def _check(config: Config, workers: int, kinds: Sequence[Kind]) -> None:
             f"lose: no layout of this job works on {workers - 1} workers; "
             f"a train.global_batch that is a multiple of {workers} and of {workers - 1} usually allows one"
         )
+    if "error" in kinds and not ERROR_SIGNALS:
+        raise UserError("error: needs Linux, whose real-time signals tell a worker to raise an exception")
     if "full" in kinds and not hasattr(resource, "prlimit"):
         raise UserError("full: needs Linux, where one process can limit what another may write")
 

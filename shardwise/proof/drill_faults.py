@@ -2,10 +2,14 @@
 
 The run takes no part in this. Workers are stopped and killed by their process ids, bytes are flipped on the
 disk, and a process is forbidden to write large files. Faults of real machines have the same effects, except
-those that need several machines.
+those that need several machines. Only an exception cannot come from outside: workers raise it themselves when
+they receive a signal (proof/drilled_worker.py).
 
     kill     SIGKILL to a worker, as the kernel does when memory runs out: another must take its place
     hang     SIGSTOP to a worker, which is then alive but does no step: it must be noticed and replaced
+    error    an exception in a worker, in a place that the seed draws: in a collective, in the creation of a
+             process group or of a communicator, or in a save. The other workers wait for it there; they must
+             leave, and another worker must take its place
     corrupt  a byte of the newest checkpoint is flipped, then a worker is killed: the run must resume from the
              checkpoint before it
     full     a worker cannot write large files (EFBIG) until a save has failed: the run must not restart, and
@@ -26,6 +30,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +40,17 @@ from typing import Literal, get_args
 from shardwise.checkpoint import checkpoints
 from shardwise.errors import UserError
 
-Kind = Literal["kill", "hang", "corrupt", "full", "term", "lose"]
+Kind = Literal["kill", "hang", "error", "corrupt", "full", "term", "lose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+ErrorPlace = Literal["collective", "group", "communicator", "save"]
+ERROR_PLACES: tuple[ErrorPlace, ...] = get_args(ErrorPlace)
+ERROR_SIGNALS: dict[ErrorPlace, int] = (
+    {place: signal.SIGRTMIN + 1 + index for index, place in enumerate(ERROR_PLACES)}
+    if sys.platform == "linux"
+    else {}
+)
+"""The signal for each place in which a worker can raise an exception. Real-time signals, which nothing else
+here uses; there are none outside Linux."""
 SPACING = 3
 """Smallest number of steps from one fault to the next."""
 FIRST = 2
@@ -75,7 +89,8 @@ def schedule(
     while len(order) < count:
         order += draw.sample(kinds, len(kinds))
     order = sorted(order[:count], key=lambda kind: kind != "lose")
-    last = steps - max(room, 2 * every + 1 if "full" in order else 0)
+    needs_saves = "full" in order or "error" in order
+    last = steps - max(room, 2 * every + 1 if needs_saves else 0)
     width = (last - FIRST + 1) / count
     if width < SPACING:
         room_for, least = max(0, (last - FIRST + 1) // SPACING), FIRST - 1 + count * SPACING + steps - last
@@ -104,6 +119,12 @@ def kill(pid: int) -> None:
 def hang(pid: int) -> None:
     """Stop a worker with SIGSTOP: it stays alive but makes no progress."""
     os.kill(pid, signal.SIGSTOP)
+
+
+def raise_error(pid: int, place: ErrorPlace) -> None:
+    """Let a worker raise an exception in its next call of this place. The worker must belong to a command
+    that was started for this (proof/drilled_train.py); any other worker is ended by the signal."""
+    os.kill(pid, ERROR_SIGNALS[place])
 
 
 @dataclass(frozen=True)

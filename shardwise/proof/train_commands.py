@@ -25,6 +25,8 @@ from shardwise.resilience.forked_process import free_port
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 """Environment variables by which a command recognises that another launcher started it (mesh/environment.py).
 The drill removes them from the environment of its commands."""
+DRILLED = "shardwise.proof.drilled_train"
+"""Module that is `shardwise train` with workers that can raise the exceptions of a drill."""
 LOG_TAIL = 4000
 """Number of characters from the end of the log that an error message shows."""
 GONE_SECONDS = 10.0
@@ -34,8 +36,11 @@ GONE_SECONDS = 10.0
 class TrainCommands:
     """The `shardwise train` commands of one run, one for each host, and the processes they started."""
 
-    def __init__(self, job: Path, folder: Path) -> None:
+    def __init__(self, job: Path, folder: Path, raises_errors: bool = False) -> None:
+        """Prepare the commands of a job. With `raises_errors`, workers raise exceptions when the drill sends
+        them a signal (proof/drilled_train.py)."""
         self.job, self.folder = job, folder
+        self._module = DRILLED if raises_errors else "shardwise"
         self.log = folder.with_suffix(".log")
         self._hosts: list[subprocess.Popen[bytes]] = []
         self._starts: list[list[str]] = []
@@ -66,7 +71,7 @@ class TrainCommands:
         if len(workers) > 1:
             environment += [f"PET_NNODES={len(workers)}", f"PET_NODE_RANK={node}", *rendezvous]
             bounds = ["--min-workers", str(workers[0]), "--max-workers", str(sum(workers))]
-        train = [sys.executable, "-m", "shardwise", "train", str(self.job)]
+        train = [sys.executable, "-m", self._module, "train", str(self.job)]
         return ["env", *environment, *train, "--workers", str(workers[node]), *bounds]
 
     def _run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:

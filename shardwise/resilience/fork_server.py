@@ -31,6 +31,14 @@ from types import ModuleType
 from shardwise.limits import check_limits
 from shardwise.resilience.stopping import STOP_SIGNALS
 
+_also: list[str] = []
+"""Modules that the server imports in addition to those that its starters name."""
+
+
+def also_preload(module: str) -> None:
+    """Let the server import one more module, after all others. Call this before the server is started."""
+    _also.append(module)
+
 
 def start_server(preload: Sequence[str]) -> None:
     """Start the server if it does not run yet. It ends with the thread that calls this, the main one
@@ -38,7 +46,7 @@ def start_server(preload: Sequence[str]) -> None:
     """
     check_limits()
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["shardwise.resilience.preload", *preload]
+        ["shardwise.resilience.preload", *preload, *_also]
     )
     ensure_server()
 

@@ -92,6 +92,33 @@ def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_r
     assert found["unexpected"] == []
 
 
+def test_a_run_with_exceptions_in_a_collective_a_save_and_a_meeting_is_the_undisturbed_run(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
+    arguments = ["train.steps=60", "--faults", "error", "--count", "3", "--seed", "3", "--json"]
+    found = result(shardwise("drill", *JOB, *arguments))
+    assert found["pass"]
+    assert [(fault["place"], fault["exceptions"]) for fault in found["faults"]] == [
+        ("collective", 1),
+        ("save", 1),
+        ("group", 2),
+    ]
+    events = [json.loads(line) for line in (tmp_path / "run/drilled/events.jsonl").read_text().splitlines()]
+    faults = [event for event in events if event["event"] == "fault"]
+    assert {event["kind"] for event in faults} == {"failed"}
+    assert all("DrillError: raised by the drill in " in event["cause"] for event in faults)
+    assert len(faults) == 4
+    assert found["unexpected"] == []
+
+
+@pytest.mark.full
+def test_four_workers_survive_exceptions_in_every_place(shardwise: Shardwise) -> None:
+    arguments = ["checkpoint.every=3", "train.steps=90", "--faults", "error", "--count", "8", "--seed", "3"]
+    found = result(shardwise("drill", "examples/drill.toml", *arguments, "--json", "run.folder=run"))
+    assert found["pass"]
+    assert {fault["place"] for fault in found["faults"]} == {"collective", "group", "communicator", "save"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 def test_four_workers_survive_six_faults_of_four_kinds(shardwise: Shardwise, seed: str) -> None:
@@ -177,7 +204,7 @@ def test_only_a_drill_that_was_survived_without_a_difference_is_status_0(
 @pytest.mark.parametrize(
     ("overrides", "faults", "count", "words"),
     [
-        ([], "kill,fire", 5, "fire is not known; use some of kill, hang, corrupt, full, term, lose"),
+        ([], "kill,fire", 5, "fire is not known; use some of kill, hang, error, corrupt, full, term, lose"),
         (["layout.data=1"], "kill", 5, "2 workers or more"),
         ([], "kill", 40, "--count 40"),
         (["checkpoint.keep=1"], "corrupt", 1, "checkpoint.keep = 1"),

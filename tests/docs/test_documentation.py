@@ -71,9 +71,16 @@ LONG = (
     "runs/sharded",
     "runs/hybrid",
     "runs/guarded",
+    "runs/eight",
+    "doctor --devices",
+    "--device cuda",
     *("probe --quick", "cluster.file=cluster.toml", "runs/held-to-account"),  # which need each other
 )
 """In commands that take seconds, of what has tests of its own."""
+
+
+GPUS, CPUS = "--device cuda", "--device cpu"
+"""A command for GPUs runs on as many CPU workers here: commands of the tests see no GPU."""
 
 
 def _marks(line: str) -> list[pytest.MarkDecorator]:
@@ -86,7 +93,7 @@ def _marks(line: str) -> list[pytest.MarkDecorator]:
 def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, line: str) -> None:
     """In order, as a reader would; training is cut to two steps of a small model. The job of `make
     quickstart` is among the examples below."""
-    program, *words = shlex.split(line)
+    program, *words = shlex.split(line.replace(GPUS, CPUS))
     folder = workplace / commands()[line]
     if "train" in words:
         words += [*FAST, SMALL]
@@ -98,6 +105,18 @@ def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, 
             [*started, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
         )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_command_for_the_first_hour_on_eight_gpus_is_among_them() -> None:
+    """None stands in a block that no test runs. Those of a user's own job and of the driver are in the
+    text."""
+    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "eight-gpus.md").read_text(), re.DOTALL)
+    elsewhere = [line for kind, block in blocks if kind != "sh" for line in block.splitlines()]
+    assert [line for line in elsewhere if line.lstrip("$ ").startswith("shardwise")] == []
+    page = [line for kind, block in blocks if kind == "sh" for line in block.splitlines()]
+    assert set(page) <= commands().keys()
+    steps = ("doctor --devices", "plan ", "verify ", "drill ", "train ")
+    assert all(any(line.startswith(f"shardwise {step}") for line in page) for step in steps)
 
 
 def _shown() -> list[tuple[str, str]]:

@@ -92,7 +92,6 @@ RUN_BY = {
     "data.columnar": "data/test_data_sources.py",
     "data.ownership": "data/test_data_ownership.py",
     "resilience.hangs": "resilience/test_team.py",
-    "resilience.preload": "resilience/test_fork_server.py",
     "resilience.user_code": "cli/test_own_module_jobs.py",
     "models.program_module": "train/test_engine.py",
     "train.engine": "train/test_engine.py",

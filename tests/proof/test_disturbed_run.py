@@ -143,3 +143,69 @@ def test_a_run_that_ends_with_an_error_has_failed(tmp_path: Path, status: int, f
 def test_a_run_that_ends_while_its_recovery_is_waited_for_has_not_survived(tmp_path: Path) -> None:
     with pytest.raises(NotSurvived, match="the command ended with status 1"):
         a_run(tmp_path / "run", 1)._wait(lambda: None, "no step was done after it")
+
+
+def test_an_exception_that_is_never_raised_is_not_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is done before the worker gets to the place."""
+    run = a_run(tmp_path / "run", 0)
+    monkeypatch.setattr(disturbed_run, "raise_error", lambda pid, place: None)
+    step(run.folder, 5, time.time())
+    with pytest.raises(NotSurvived, match="the run ended before"):
+        run._error(5, time.time(), random.Random(2))
+
+
+@pytest.mark.parametrize(
+    ("second_raises", "says"),
+    [
+        (
+            True,
+            "an exception in rank 0 in a collective, then one in rank 1 in the creation of a process group",
+        ),
+        (
+            False,
+            "in a collective; rank 1 was replaced before it raised one in the creation of a process group",
+        ),
+    ],
+)
+def test_an_exception_counts_as_raised_only_if_the_run_recorded_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second_raises: bool, says: str
+) -> None:
+    run, sent = a_run(tmp_path / "run", None), []
+    step(run.folder, 5, time.time())
+
+    def raise_error(pid: int, place: str) -> None:
+        sent.append((pid, place))
+        if place == "collective":
+            event(run.folder, "fault", time.time(), cause="DrillError: raised", kind="failed", step=6)
+            if second_raises:
+                event(run.folder, "fault", time.time(), cause="DrillError: raised", kind="failed", step=0)
+            go_on(run.folder, 4)
+
+    monkeypatch.setattr(disturbed_run, "raise_error", raise_error)
+    monkeypatch.setattr(disturbed_run, "ERROR_PLACES", ("group",))
+    monkeypatch.setattr(PretendedCommands, "workers", lambda _: {0: 1 << 30, 1: (1 << 30) + 1})
+    survived = run._error(5, time.time(), random.Random(3))
+    assert survived.rank == 0
+    assert sent == [((1 << 30) + 1, "group"), (1 << 30, "collective")]
+    assert says in survived.happened
+    assert survived.more["exceptions"] == (2 if second_raises else 1)
+    run.survived.append(survived)
+    assert list(run.unexpected()) == []
+
+
+def test_a_worker_that_ends_in_another_way_has_raised_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker without the drill's handlers does, which the signal kills."""
+    run = a_run(tmp_path / "run", None)
+    step(run.folder, 5, time.time())
+
+    def kill(pid: int, place: str) -> None:
+        event(run.folder, "fault", time.time(), cause="ended by signal 35", kind="died", step=6)
+        go_on(run.folder, 4)
+
+    monkeypatch.setattr(disturbed_run, "raise_error", kill)
+    with pytest.raises(NotSurvived, match="rank 0 raised no exception; the fault was: ended by signal 35"):
+        run._error(5, time.time(), random.Random(3))

@@ -37,14 +37,17 @@ def test_the_seed_alone_decides() -> None:
     assert len({schedule(FOUR, 6, seed, 72, 5) for seed in range(20)}) == 20
 
 
+@pytest.mark.parametrize("kind", ["full", "error"])
 @pytest.mark.parametrize("seed", range(5))
-def test_after_a_full_disk_there_is_time_to_save_again(seed: int) -> None:
-    planned = schedule(["full", "kill"], 4, seed, steps=60, every=8)
+def test_after_a_full_disk_or_an_exception_in_a_save_there_is_time_to_save_again(
+    seed: int, kind: Kind
+) -> None:
+    planned = schedule([kind, "kill"], 4, seed, steps=60, every=8)
     assert planned[-1].step <= 60 - 2 * 8 - 1
 
 
 def test_a_host_is_lost_first_because_coming_back_takes_long() -> None:
-    assert all(schedule(list(KINDS), 6, seed, 90, 5)[0].kind == "lose" for seed in range(10))
+    assert all(schedule(KINDS, len(KINDS), seed, 90, 5)[0].kind == "lose" for seed in range(10))
 
 
 def test_more_faults_than_fit_are_refused_with_how_many_do() -> None:
