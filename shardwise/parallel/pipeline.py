@@ -119,8 +119,10 @@ class _Stage(PipelineStage):
         try:
             with self.comm.working():
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:  # torch's runtime wraps what the model raised
-            raise error.__cause__ or error from None
+        except RuntimeError as error:
+            raised = error.__cause__ or error  # torch's runtime wraps what the model raised
+        # Outside of the handler: there the wrapper would become its context, and it is the wrapper's cause.
+        raise raised
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False

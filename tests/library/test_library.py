@@ -40,7 +40,7 @@ SIGNATURES = {
     "'object') -> 'None'",
     "Engine.batches": "(self, dataset: 'object' = None, *, global_batch: 'int | None' = None, "
     "collate: 'Collate | None' = None, steps: 'int | None' = None, epochs: "
-    "'float | None' = None, workers: 'int' = 0) -> 'Iterator[StepBatch]'",
+    "'float | None' = None, workers: 'int' = 0, sequences: 'Sequence[str]' = ()) -> 'Iterator[StepBatch]'",
     "Engine.forward_backward": "(self, loss: 'LossFunction', batch: 'StepBatch') -> 'Metrics'",
     "Engine.clip_grad_norm": "(self, limit: 'float') -> 'None'",
     "Engine.optim_step": "(self) -> 'Metrics'",
