@@ -14,5 +14,7 @@ MODEL_AXES = ("pipeline", "context", "tensor", "expert")
 """Axes along which devices share one copy of the model; along the others they read different data."""
 SEQUENCE_AXES = ("context", "tensor")
 """Axes whose devices share the tokens of one sequence."""
+LOSS_AXES = ("context", "pipeline")
+"""Axes whose devices read the same rows and each have a part of their loss, or none."""
 TOKEN_AXES = ("replica", "data", *SEQUENCE_AXES)
 """Axes along which the devices of one stage route different tokens to the experts."""

@@ -83,13 +83,16 @@ TABLE = "sharding"
 """Name of the attribute that is a module's sharding table."""
 
 
-def problems_without_table(name: str, layout: Layout) -> Iterator[str]:
-    """Yield the degrees of a layout that a module without a sharding table does not support."""
+def problems_without_table(
+    name: str, layout: Layout, where: str = f"it an attribute `{TABLE}`"
+) -> Iterator[str]:
+    """Yield the degrees of a layout that a module without a sharding table does not support. `where` says
+    where the table belongs."""
     for axis in MODEL_AXES:
         if (size := getattr(layout, axis)) > 1:
             yield (
                 f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can "
-                f"be used. Give it an attribute `{TABLE}` (docs/sharding.md)"
+                f"be used. Give {where} (docs/sharding.md)"
             )
 
 

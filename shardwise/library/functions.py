@@ -108,8 +108,8 @@ def drill(
     """Train a job or a program undisturbed, then again while faults are injected, and prove that nothing was
     lost.
 
-    `faults` names kinds of faults, which take turns: kill, hang, corrupt, full, term, lose. `seed` decides
-    steps, ranks, files and bytes. `device` is short for the job's `run.device`.
+    `faults` names kinds of faults, which take turns: kill, hang, error, corrupt, full, term, lose. `seed`
+    decides steps, ranks, files and bytes. `device` is short for the job's `run.device`.
     """
     from shardwise.library.drill_job import drill_job
 

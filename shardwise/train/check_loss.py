@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from shardwise.config.axes import LOSS_AXES
 from shardwise.data import Rows
 from shardwise.data.batches import Batch, to_batch
 from shardwise.data.samples import Samples, to_device, with_positions
@@ -182,7 +183,7 @@ def _measured(training: Training, batch: Batch) -> tuple[float, float]:
     """Return the loss of whole sequences, and the number of items that it should be a sum over. Both are the
     same on every rank."""
     loss = training.parallel.loss(batch).double()
-    for axis in ("context", "pipeline"):
+    for axis in LOSS_AXES:
         training.comm.all_reduce(loss, axis)
     return loss.item(), training.parallel.items(batch).item()
 

@@ -207,7 +207,10 @@ def _settings(model: nn.Module, table: Sharding, config: Config, layout: Layout)
 def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name = name_of(model)
     if getattr(model, "sharding", None) is None:
-        yield from problems_without_table(name, layout)
+        if config.model.is_of_program:
+            yield from problems_without_table(name, layout, "engine.prepare a table as `sharding`")
+        else:
+            yield from problems_without_table(name, layout)
     paths = [path for path, _ in model.named_modules()]
     patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
     if isinstance(model, Transformer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from shardwise.config.axes import LOSS_AXES
 from shardwise.data import Dataset, Rows
 from shardwise.data.batches import to_batch
 from shardwise.mesh import nccl
@@ -31,7 +32,7 @@ def held_out_loss(training: Training) -> float | None:
             batch = to_batch(_rows(dataset, start, size, count), device)
             sums[0] += training.parallel.loss(batch).double()
             sums[1] += training.parallel.items(batch)
-    for axis in ("context", "pipeline"):  # all ranks along these have counted the same items
+    for axis in LOSS_AXES:  # all ranks along these have counted the same items
         training.comm.all_reduce(sums[:1], axis)
     total, items = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
     nccl.check_not_interrupted()

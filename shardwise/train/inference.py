@@ -186,6 +186,11 @@ def _ready(
     name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[], Iterable[tuple[str, Tensor]]]
 ) -> NextLogits:
     """Return the function that computes logits, with the model and its weights on this device."""
+    if model.is_of_program:
+        raise UserError(
+            f"{name}: a program prepared this model, and only the program knows how it is called; write its "
+            "weights to a file with engine.export(path), and load them in code of your own"
+        )
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
     module = build_plain(ModelSpec.of(Config(model=model, train=Train(**train))))

@@ -164,16 +164,20 @@ class Program:
 
     def saved_state(self) -> Tensor:
         """Return the program's values as bytes."""
-        buffer = io.BytesIO()
         try:
-            torch.save(self.state, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:
-            raise UserError(
-                f"engine.state: cannot be saved: {str(error).splitlines()[0]}; keep numbers, texts, "
-                "tensors, and lists and dictionaries of them"
-            ) from None
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            saved = _saved(self.state)
+        except Exception:
+            for name, value in self.state.items():
+                try:
+                    _saved(value)
+                except Exception as error:
+                    raise UserError(
+                        f"engine.state[{name!r}] is a {type(value).__name__} that cannot be saved: "
+                        f"{str(error).splitlines()[0]}; keep numbers, texts, tensors, and lists and "
+                        "dictionaries of them"
+                    ) from None
+            raise
+        return torch.frombuffer(bytearray(saved), dtype=torch.uint8)
 
     def load_state(self, saved: Tensor) -> None:
         """Replace the program's values by saved ones."""
@@ -391,3 +395,11 @@ class Program:
         training = self.present()
         self._agree("engine.export")
         export(training, path)
+
+
+def _saved(value: object) -> bytes:
+    """Return a value as bytes that can be loaded without running code; raise if it is of another kind."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    return buffer.getvalue()

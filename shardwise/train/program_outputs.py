@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
-from shardwise.config import RANK_AXES
+from shardwise.config.axes import LOSS_AXES, RANK_AXES
 from shardwise.data.samples import Samples, to_device, with_positions
 from shardwise.models import LossCall, LossSums, attention_backends
 from shardwise.models.program_module import LossFunction
@@ -38,7 +38,7 @@ def means_over(
         names = max(map(tuple, training.peers.all_gather(names)), key=len)
     agree(f"engine.evaluate with results {', '.join(names)}")
     numbers = training.comm.sum_over_data(sums.vector(names, training.mesh.device))
-    for axis in ("context", "pipeline"):
+    for axis in LOSS_AXES:
         training.comm.all_reduce(numbers, axis)
     total, *means = numbers.tolist()
     training.comm.ledger.take()  # the next step does not count this time

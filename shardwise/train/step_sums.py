@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.config.axes import LOSS_AXES
 from shardwise.train.step_gradients import at_least_some, gradient_norm
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _summed(training: Training, numbers: Tensor) -> Tensor:
     """Sum numbers in place over all ranks that had different tokens or different stages. Ranks along the
     tensor axis had the same, so the maximum is taken."""
     comm = training.comm
-    for axis in ("context", "pipeline"):
+    for axis in LOSS_AXES:
         comm.all_reduce(numbers, axis)
     comm.sum_over_data(numbers)
     comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
