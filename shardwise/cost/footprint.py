@@ -310,7 +310,7 @@ def _on_the_device(
     on_host = {
         "weights": stored * held.sharded,
         "gradients": stored * held.sharded,
-        "optimizer": len(work.optimizer.slots) * stored * held.sharded,
+        "optimizer": work.optimizer.state_bytes(stored) * held.sharded,
     }
     whole_gradients = (space.zero == 1) & (space.accumulation > 1)
     on_host["gradients"] = np.where(whole_gradients, 0.0, on_host["gradients"])
@@ -324,8 +324,9 @@ def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -
     """Return the bytes of offloaded weights, gradients and optimizer states in the memory of one node, if all
     its devices have as many as the fullest."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
-    tensors = 2.0 + len(work.optimizer.slots)
-    return np.where(space.offload == 1, tensors * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
+    stored = float(BYTES[work.state_dtype])
+    width = 2.0 * stored + work.optimizer.state_bytes(stored)
+    return np.where(space.offload == 1, width * held.sharded * on_node, 0.0)
 
 
 def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
@@ -346,7 +347,7 @@ def _states(work: Workload, space: Space, stack: Software, engine: Engine, held:
     return {
         "weights": weights,
         "gradients": np.where(whole, reduced * held.whole, stored * held.shard),
-        "optimizer": len(work.optimizer.slots) * stored * held.shard,
+        "optimizer": work.optimizer.state_bytes(stored) * held.shard,
         "residuals": reduced * residuals + np.zeros(len(space)),
     }
 
@@ -363,5 +364,5 @@ def _two_copies(
     return {
         "weights": np.where(only_shards, 0.0, stack.weight_bytes * held.whole) + stored * held.shard,
         "gradients": np.where(sharded & ~whole, width * held.shard, width * held.whole),
-        "optimizer": len(work.optimizer.slots) * stored * held.shard,
+        "optimizer": work.optimizer.state_bytes(stored) * held.shard,
     }

@@ -99,7 +99,7 @@ def _states(part: Part, trained: Part, config: Config, layout: Layout, whole: _W
         weights += computed * part.gathered / layout.backward_shards  # the neighbours' copy for backward
     gradients = reduced * trained.whole if whole.gradients else stored * trained.shard
     residuals = reduced * residual_numbers(trained, SumCompression.of(layout), layout.zero, layout.replica)
-    optimizer = len(config.optimizer.slots) * stored * trained.shard
+    optimizer = config.optimizer.state_bytes(stored) * trained.shard
     return StateBytes(weights, gradients, optimizer, residuals)
 
 

@@ -33,7 +33,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import IGNORED, LossCall, LossSums, attention_backends, use_factory
 from shardwise.models.program_module import LossFunction
 from shardwise.models.torch_dtypes import DTYPES
-from shardwise.optimizers import BUILT_IN, from_table
+from shardwise.optimizers import address_of, from_table
 from shardwise.plurals import counted
 from shardwise.section import Section
 from shardwise.train.check_loss import check_program_loss
@@ -165,11 +165,11 @@ class Program:
         if make is not None:
             use_factory(lambda: _with_table(make(), sharding))
 
-    def choose_optimizer(self, name: str, lr: float | None, settings: Mapping[str, object]) -> None:
-        """Use this optimizer, with this peak learning rate."""
+    def choose_optimizer(self, name: object, lr: float | None, settings: Mapping[str, object]) -> None:
+        """Use this optimizer, by its name or its class, with this peak learning rate."""
         self._only_before_batches("optimizer")
         if not isinstance(name, str):
-            raise UserError(f"engine.optimizer: give its name, one of {', '.join(BUILT_IN)}, not {name!r}")
+            name = address_of(name)
         self.request.optimizer = {"name": name, **settings}
         if lr is not None:
             self.request.train["learning_rate"] = lr
