@@ -139,7 +139,7 @@ class TorchClass(Optimizer):
 
         from shardwise.optimizers.class_step import Piece
 
-        count = len(self.slots)
+        count, names = len(self.slots), self.scalars
         tensors, scalars = list(zip(*slots[:count], strict=True)), list(zip(*slots[count:], strict=True))
         wanted = [torch.stack([skip, *steps]).double(), *(torch.stack(numbers) for numbers in scalars)]
         skipped, *numbers = torch.cat(wanted).tolist()  # the only wait for the device
@@ -152,7 +152,7 @@ class TorchClass(Optimizer):
                 weight.detach(),
                 gradient,
                 tensors[index] if tensors else (),
-                [next(values) for _ in self.scalars],
+                [next(values) for _ in names],
                 int(done[index]),
             )
             for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,22 +145,18 @@ class Trial:
 
 def tried(name: str, weight_decay: float, settings: Mapping[str, object]) -> Trial:
     """Return the trial of a class with these settings; raise a `UserError` if it cannot be sharded."""
-    return _tried(name, weight_decay, json.dumps(settings))
+    return _tried(name, weight_decay, tuple(settings.items()))
 
 
 @cache
-def _tried(name: str, weight_decay: float, text: str) -> Trial:
-    kind, settings = load_class(name), {key: _tuples(value) for key, value in json.loads(text).items()}
+def _tried(name: str, weight_decay: float, given: tuple[tuple[str, Any], ...]) -> Trial:
+    kind, settings = load_class(name), dict(given)
     where = f"optimizer.name = {name!r}"
     keywords = _keywords(kind)
     if weight_decay or (keywords is not None and "weight_decay" in keywords):
         settings["weight_decay"] = weight_decay
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _words_of_class(where, kind):
         return _Attempt(where, kind, settings, weight_decay).trial()
-
-
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class _Attempt:
