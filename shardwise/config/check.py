@@ -16,10 +16,11 @@ from shardwise.config.compression import AUTO, SumCompression
 from shardwise.config.layout import Layout
 from shardwise.config.machine import ClusterSection
 from shardwise.config.model import Model
-from shardwise.config.parameters import count
+from shardwise.config.parameters import count, parameter_shapes
 from shardwise.config.schema import Data, Run, Train
 from shardwise.drivers.registry import DRIVERS, driver_named
 from shardwise.optimizers import Optimizer
+from shardwise.optimizers.groups import unmatched
 from shardwise.section import Section
 
 T = TypeVar("T")
@@ -276,6 +277,13 @@ def _optimizer(optimizer: Optimizer, train: Train, layout: Layout) -> Iterator[s
     yield from optimizer.problems(train, layout, layout.zero or least_zero(layout))
 
 
+def _groups(model: Model, optimizer: Optimizer) -> Iterator[str]:
+    """Refuse patterns that match no weight. The names of a user's module are known once it is built
+    (train/check_module.py)."""
+    if optimizer.groups and model.module is None:
+        yield from unmatched(optimizer.groups, list(parameter_shapes(model)))
+
+
 def _positions(model: Model, data: Data) -> Iterator[str]:
     if data.sequence_length > model.max_positions:
         # The positions of a pretrained model cannot be changed.
@@ -315,6 +323,7 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     problems_of_compression,
     _weight_gathers,
     _optimizer,
+    _groups,
     _one_cluster,
     _positions,
     _float8_on_the_wire,

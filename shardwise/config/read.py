@@ -256,7 +256,7 @@ def _read_table(name: str, table: Json, problems: list[str]) -> Section | None:
     rest = {key: value for key, value in table.items() if _name(name, key).partition(".")[2] not in wrong}
     try:
         return kind.model_validate(rest).without(wrong & kind.model_fields.keys())
-    except ValidationError:
+    except (ValidationError, UserError):
         return None
 
 

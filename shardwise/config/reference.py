@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config.presets import PRESETS
 from shardwise.config.schema import Config, TextSource
-from shardwise.optimizers import BUILT_IN, DEFAULT
+from shardwise.optimizers import BUILT_IN, DEFAULT, TorchClass
 
 
 def help_text() -> str:
@@ -80,6 +80,7 @@ def _sections() -> list[tuple[str, type[BaseModel]]]:
         if name == "optimizer":
             sections += [(name, BUILT_IN[DEFAULT])]
             sections += [(name, kind) for other, kind in BUILT_IN.items() if other != DEFAULT]
+            sections += [(name, TorchClass)]
         elif isinstance(field.annotation, type):
             sections.append((name, field.annotation))
     return sections
@@ -87,8 +88,11 @@ def _sections() -> list[tuple[str, type[BaseModel]]]:
 
 def _heading(name: str, section: type[BaseModel]) -> str:
     """Return the name of a table, and for [optimizer] the name of the optimizer that has these keys."""
-    which = f", name = {_default(section.model_fields['name'])}" if name == "optimizer" else ""
-    return f"[{name}]{which}"
+    if name != "optimizer":
+        return f"[{name}]"
+    field = section.model_fields["name"]
+    value = f'"{field.examples[0]}"' if field.examples else _default(field)
+    return f"[{name}], name = {value}"
 
 
 def _summary(section: type[BaseModel]) -> str:
@@ -100,7 +104,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value: object = field.default
-    if value is None or value == ():
+    if value is None or value in ((), {}):
         return "unset"
     if isinstance(value, tuple):
         value = list(value)  # as TOML writes it
@@ -120,6 +124,8 @@ def _type_names(annotation: object) -> list[str]:
         return [f"`{value}`" for value in arguments]
     if origin in (Union, UnionType):
         return _names_of_all(arguments)
+    if origin is dict:
+        return ["tables by pattern"]
     if origin is tuple:
         return ["list of " + " or ".join(dict.fromkeys(_names_of_all(arguments)))]
     return [_TYPES.get(annotation, getattr(annotation, "__name__", str(annotation)))]

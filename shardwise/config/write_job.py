@@ -28,4 +28,4 @@ def to_toml(config: Config, *, as_asked: bool = False) -> str:
 
 
 def _without_unset(section: Json) -> Json:
-    return {key: value for key, value in section.items() if value is not None and value != ()}
+    return {key: value for key, value in section.items() if value is not None and value not in ((), {})}

@@ -307,7 +307,8 @@ def _on_the_device(
     weights that stay gathered and gradients that stay whole between micro-batches."""
     offloaded, values = space.offload == 1, BYTES[work.state_dtype] * held.sharded
     gradients = np.where((space.zero == 1) & (space.accumulation > 1), 0.0, values)
-    on_host = {"weights": values, "gradients": gradients, "optimizer": len(work.optimizer.slots) * values}
+    optimizer = work.optimizer.state_bytes(float(BYTES[work.state_dtype])) * held.sharded
+    on_host = {"weights": values, "gradients": gradients, "optimizer": optimizer}
     return {
         name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value)
         for name, value in states.items()
@@ -318,8 +319,9 @@ def host_bytes(work: Workload, space: Space, cluster: Cluster, held: Holdings) -
     """Return the bytes of offloaded weights, gradients and optimizer states in the memory of one node, if all
     its devices have as many as the fullest."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
-    tensors = 2.0 + len(work.optimizer.slots)
-    return np.where(space.offload == 1, tensors * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
+    stored = float(BYTES[work.state_dtype])
+    width = 2.0 * stored + work.optimizer.state_bytes(stored)
+    return np.where(space.offload == 1, width * held.sharded * on_node, 0.0)
 
 
 def _states(work: Workload, space: Space, stack: Software, engine: Engine, held: Part) -> dict[str, Array]:
@@ -334,7 +336,7 @@ def _states(work: Workload, space: Space, stack: Software, engine: Engine, held:
         computed=computed,
         wide=BYTES[wide(work.precision)] if stack.wide_routers else computed,
         summed=BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes,
-        slots=len(work.optimizer.slots),
+        optimizer=work.optimizer.state_bytes(float(BYTES[work.state_dtype])),
         keeps_whole_gradients=whole,
         compression=work.compression,
         backward_shards=None if work.gathers is None else work.gathers.backward_shards,
@@ -355,5 +357,5 @@ def _two_copies(
     return {
         "weights": np.where(only_shards, 0.0, stack.weight_bytes * held.whole) + stored * held.shard,
         "gradients": np.where(sharded & ~whole, width * held.shard, width * held.whole),
-        "optimizer": len(work.optimizer.slots) * stored * held.shard,
+        "optimizer": work.optimizer.state_bytes(stored) * held.shard,
     }

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shardwise.config.module_file import being_loaded
 from shardwise.errors import UserError
 from shardwise.library.job import Job, Tables
 from shardwise.library.results import Drill, PlanAnswer, Proof, Run
+from shardwise.user_file import being_loaded
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float64", "float32", "bfloat16"]

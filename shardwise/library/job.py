@@ -85,10 +85,12 @@ def _as_toml(setting: str, value: object) -> str:
     if value is None:
         return ""
     try:
-        text = tomli_w.dumps({"value": [value]})
+        text = tomli_w.dumps({"value": [[value]]})  # a table in a list of lists is written on one line
     except TypeError:
         raise UserError(
             f"{setting} = {value!r}: a {type(value).__name__} cannot be a setting; give a number, a text, "
-            f"true or false, or a list of them"
+            f"true or false, or a list or table of them"
         ) from None
-    return text.partition("[")[2].strip().removesuffix("]").strip().removesuffix(",")
+    for _ in range(2):
+        text = text.partition("[")[2].strip().removesuffix("]").strip().removesuffix(",")
+    return text

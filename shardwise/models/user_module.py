@@ -37,12 +37,13 @@ from torch import Tensor, nn
 
 from shardwise._torch import is_out_of_memory
 from shardwise.config.model import Model
-from shardwise.config.module_file import load_file, locate_module
+from shardwise.config.module_file import locate_module
 from shardwise.errors import UserError
 from shardwise.models.layers import Embedding
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
 from shardwise.models.torch_dtypes import wide
 from shardwise.plurals import counted
+from shardwise.user_file import load_file
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""

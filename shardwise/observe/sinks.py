@@ -18,12 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from shardwise.config.module_file import load_file, locate
 from shardwise.errors import UserError
 from shardwise.files import Json, parse_toml, read_bytes, regular_file_opener
 from shardwise.observe.record_files import EventsFile, MetricsFile, Warn, log
 from shardwise.observe.records import Record
 from shardwise.plans import read_plan
+from shardwise.user_file import load_file, locate
 
 if TYPE_CHECKING:
     from shardwise.config import Observe

@@ -17,6 +17,8 @@ class Piece:
     weight: Tensor
     gradient: Tensor
     slots: tuple[Tensor, ...]
+    scalars: tuple[Tensor, ...]
+    """The single numbers that the optimizer keeps for the parameter, the same on every rank."""
     step: Tensor
     """Number of steps done, a float32 scalar."""
 

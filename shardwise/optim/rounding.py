@@ -67,9 +67,13 @@ class Rounding:
         if kernel is not None:
             self._update_by_kernel(kernel, pieces, places, decay, _scalars(kernel, done, lr, divide_by, skip))
             return
-        for piece, step, place in zip(pieces, done.double(), places, strict=True):
+        counts = done.double().cpu() if settings.reads_step else done.double()
+        for piece, step, place in zip(pieces, counts, places, strict=True):
+            numbers: Sequence[Tensor] = piece.scalars
             for block in self._blocks(piece, place):
-                block.update(settings, decay, lr, divide_by, skip, step)
+                numbers = block.update(settings, piece.scalars, decay, lr, divide_by, skip, step)
+            for number, new in zip(piece.scalars, numbers, strict=True):
+                number.copy_(torch.where(skip > 0, number, new))
 
     def _step_places(self, pieces: Sequence[Piece], done: Tensor) -> Tensor:
         """Return for each piece a hash of key and step, the index of its first element in the whole
@@ -114,16 +118,31 @@ class _Block:
         self.top, self.left, self.place = top, left, place
 
     def update(
-        self, settings: Optimizer, decay: float, lr: float, divide_by: Tensor, skip: Tensor, step: Tensor
-    ) -> None:
-        """Update in float32, and round to bfloat16. All slots are rounded with the same random bits."""
+        self,
+        settings: Optimizer,
+        scalars: Sequence[Tensor],
+        decay: float,
+        lr: float,
+        divide_by: Tensor,
+        skip: Tensor,
+        step: Tensor,
+    ) -> Sequence[Tensor]:
+        """Update in float32, round to bfloat16, and return the new scalars. All slots are rounded with the
+        same random bits."""
         gradient = self.gradient.float() / divide_by
-        slots = [slot.float() for slot in self.slots]
-        weight, new = settings.update(self.weight.float(), gradient, slots, lr=lr, decay=decay, step=step)
+        states = [*(_widened(slot) for slot in self.slots), *scalars]
+        weight, new = settings.update(self.weight.float(), gradient, states, lr=lr, decay=decay, step=step)
         bits = _random_bits(self.top, self.left, self.weight.shape, self.place)
-        halves = (bits & 0xFFFF, *[bits >> 16] * len(new))
-        for state, values, half in zip((self.weight, *self.slots), (weight, *new), halves, strict=True):
-            state.copy_(torch.where(skip > 0, state, round_stochastically(values, half)))
+        slots, numbers = new[: len(self.slots)], new[len(self.slots) :]
+        halves = (bits & 0xFFFF, *[bits >> 16] * len(slots))
+        for state, values, half in zip((self.weight, *self.slots), (weight, *slots), halves, strict=True):
+            rounded = round_stochastically(values, half) if state.dtype == torch.bfloat16 else values
+            state.copy_(torch.where(skip > 0, state, rounded))
+        return numbers
+
+
+def _widened(slot: Tensor) -> Tensor:
+    return slot.float() if slot.dtype == torch.bfloat16 else slot
 
 
 def _scalars(kernel: RoundingKernel, done: Tensor, lr: float, divide_by: Tensor, skip: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def update_rows(
         for parameter in group["params"]:
             if parameter.grad is not None and (parameter.grad.is_sparse or shared):
                 if not skip:  # reading it costs no extra wait: the host has waited for the number of rows
-                    _update(optimizer, parameter, lr, group["weight_decay"], divide_by, shared)
+                    rate, decay = lr * group["lr_factor"], group["weight_decay"]
+                    _update(optimizer, parameter, rate, decay, divide_by, shared)
                 gradients[parameter], parameter.grad = parameter.grad, None
     return gradients
 
@@ -51,10 +52,13 @@ def _update(
     state["step"] += 1
     tensors = [parameter.detach(), *(state[slot] for slot in settings.slots)]
     weight, *slots = (_read(tensor, rows) for tensor in tensors)
+    numbers = [state[name] for name in settings.scalars]
     rule = settings.update_shared if shared else settings.update
-    moved, new = rule(weight, values, slots, lr=lr, decay=decay, step=state["step"].double())
-    for tensor, before, after in zip(tensors, (weight, *slots), (moved, *new), strict=True):
+    moved, new = rule(weight, values, [*slots, *numbers], lr=lr, decay=decay, step=state["step"].double())
+    for tensor, before, after in zip(tensors, (weight, *slots), (moved, *new), strict=False):
         _add(tensor, rows, after - before)
+    for number, after in zip(numbers, new[len(slots) :], strict=True):
+        number.copy_(after)
 
 
 def _read(tensor: Tensor, rows: Tensor | None) -> Tensor:

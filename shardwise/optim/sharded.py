@@ -3,7 +3,8 @@
 An optimizer treats each number of a weight independently, so an update needs only this rank's pieces of
 DTensors. DTensor's dispatch would take half a second for this in the first step, and milliseconds in each.
 
-Decay applies to matrices only, not to embeddings, norms and biases.
+Decay applies to matrices only, not to embeddings, norms and biases, unless a group of the job says otherwise
+(optimizers/groups.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shardwise.optim.rounding import Rounding, Slices
 from shardwise.optimizers import Optimizer
 
 Group = dict[str, object]
-"""A parameter group of torch: "params" and "weight_decay"."""
+"""A parameter group of torch: "params", "weight_decay" and "lr_factor"."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -30,7 +31,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[Group], settings: Optimizer, rounding: Rounding | None = None) -> None:
         """`rounding` must be given where states are bfloat16."""
-        super().__init__(groups, {"weight_decay": 0.0})
+        super().__init__(groups, {"weight_decay": 0.0, "lr_factor": 1.0})
         self.settings, self.rounding = settings, rounding
         self._compressors: list[CompressedAxisSum] = []
         self._compressed: set[nn.Parameter] = set()
@@ -40,8 +41,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state.update({slot: torch.zeros_like(parameter.detach()) for slot in self.settings.slots})
+            state.update({slot: self._zeros(parameter, slot) for slot in self.settings.slots})
+            for name in self.settings.scalars:
+                state[name] = torch.zeros((), dtype=torch.float64, device=parameter.device)
         return state
+
+    def _zeros(self, parameter: nn.Parameter, slot: str) -> Tensor:
+        dtype = self.settings.slot_dtype(slot)
+        return torch.zeros_like(parameter.detach(), dtype=None if dtype is None else getattr(torch, dtype))
 
     def register(self, compressor: CompressedAxisSum, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let a compressor sum momenta instead of gradients if the optimizer has a `summed_momentum`. Call
@@ -67,7 +74,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _piece(self, parameter: nn.Parameter, gradient: Tensor) -> Piece:
         state = self.state_of(parameter)
         slots = tuple(local(state[slot]) for slot in self.settings.slots)
-        return Piece(parameter, local(parameter), local(_split_as(parameter, gradient)), slots, state["step"])
+        scalars = tuple(state[name] for name in self.settings.scalars)
+        values = local(_split_as(parameter, gradient))
+        return Piece(parameter, local(parameter), values, slots, scalars, state["step"])
 
 
 def make_optimizer(
@@ -87,23 +96,25 @@ def make_optimizer(
     if any(parameter.dtype == torch.bfloat16 for parameter in names):
         slices = {parameter: (slices_of or _whole)(parameter) for parameter in names}
         rounding = Rounding(names, slices, seed)
-    return ShardedOptimizer(_groups(names, settings.weight_decay, embeddings), settings, rounding)
+    return ShardedOptimizer(_groups(names, settings, embeddings), settings, rounding)
 
 
-def _groups(names: Mapping[nn.Parameter, str], decay: float, embeddings: Collection[str]) -> list[Group]:
-    """Return the trained parameters as groups of one mesh each, as kernels require, with or without decay.
-    Groups with decay come first."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
+def _groups(
+    names: Mapping[nn.Parameter, str], settings: Optimizer, embeddings: Collection[str]
+) -> list[Group]:
+    """Return the trained parameters as groups of one mesh, one decay and one factor on the learning rate
+    each, as kernels require."""
+    groups: dict[tuple[float, float, object], list[nn.Parameter]] = defaultdict(list)
     for parameter, name in names.items():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups[parameter.ndim >= 2 and name not in embeddings, mesh].append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: not item[0][0])
-    if not ordered:  # all weights of a pipeline stage may be frozen
+            decays = parameter.ndim >= 2 and name not in embeddings
+            groups[*settings.group_of(name, decays), mesh].append(parameter)
+    if not groups:  # all weights of a pipeline stage may be frozen
         return [{"params": []}]
     return [
-        {"params": parameters, "weight_decay": decay if decayed else 0.0}
-        for (decayed, _), parameters in ordered
+        {"params": parameters, "weight_decay": decay, "lr_factor": factor}
+        for (decay, factor, _), parameters in groups.items()
     ]
 
 

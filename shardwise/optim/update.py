@@ -44,10 +44,11 @@ def update(
         (parameter.device for group in optimizer.param_groups for parameter in group["params"]), skip.device
     )
     # Offloaded parameters are updated on the host, which must wait for these two numbers; torch does not.
-    scalars = _Scalars(lr, divide_by.to(device), skip.to(device))
+    divide_by, skip = divide_by.to(device), skip.to(device)
     momenta = optimizer.with_summed_momenta()
     for group in optimizer.param_groups:
         pieces, decay = optimizer.pieces(group["params"]), group["weight_decay"]
+        scalars = _Scalars(lr * group["lr_factor"], divide_by, skip)
         summed = [piece for piece in pieces if piece.parameter in momenta]
         others = [piece for piece in pieces if piece.parameter not in momenta]
         _update_by_operators(partial(optimizer.settings.update_from_momentum, decay=decay), summed, scalars)
@@ -86,7 +87,8 @@ def _update_by_kernel(settings: Optimizer, pieces: list[Piece], decay: float, sc
     if divide_by.dtype == torch.float64:  # a kernel reads it as float32, which is too coarse for a proof
         torch._foreach_div_(gradients, torch.where(skip > 0, 1.0, divide_by))
         divide_by = torch.ones_like(skip)
-    slots = [[piece.slots[index] for piece in pieces] for index in range(len(settings.slots))]
+    states = [(*piece.slots, *piece.scalars) for piece in pieces]
+    slots = [list(of_pieces) for of_pieces in zip(*states, strict=True)]
     steps = [piece.step for piece in pieces]
     settings.update_fused(
         weights, gradients, slots, steps, lr=scalars.lr, decay=decay, divide_by=divide_by, skip=skip
@@ -100,8 +102,16 @@ Rule = Callable[..., tuple[Tensor, Sequence[Tensor]]]
 def _update_by_operators(rule: Rule, pieces: list[Piece], scalars: _Scalars) -> None:
     """Update pieces in place by a rule that returns new tensors; the caller has counted the step."""
     for piece in pieces:
-        step = piece.step.clamp(min=1).double()
+        step, numbers = piece.step.clamp(min=1).double(), piece.scalars
+        new_numbers: Sequence[Tensor] = numbers
         for weight, gradient, *slots in piece.chunks(CHUNK):
-            new_weight, states = rule(weight, gradient / scalars.divide_by, slots, lr=scalars.lr, step=step)
-            for tensor, new in zip((weight, *slots), (new_weight, *states), strict=True):
-                torch.where(scalars.skip > 0, tensor, new, out=tensor)
+            states = [*slots, *numbers]
+            new_weight, new = rule(weight, gradient / scalars.divide_by, states, lr=scalars.lr, step=step)
+            _keep((weight, *slots), (new_weight, *new[: len(slots)]), scalars.skip)
+            new_numbers = new[len(slots) :]  # the same for every chunk
+        _keep(numbers, new_numbers, scalars.skip)
+
+
+def _keep(tensors: Sequence[Tensor], new: Sequence[Tensor], skip: Tensor) -> None:
+    for tensor, values in zip(tensors, new, strict=True):
+        torch.where(skip > 0, tensor, values, out=tensor)

@@ -6,6 +6,7 @@ from shardwise.optimizers.lion import Lion
 from shardwise.optimizers.onebit_adam import OneBitAdam
 from shardwise.optimizers.registry import BUILT_IN, DEFAULT, GROUP, find, from_table, kind_of, names
 from shardwise.optimizers.sgd import SGD
+from shardwise.optimizers.torch_class import TorchClass, address_of
 
 __all__ = [
     "BUILT_IN",
@@ -18,6 +19,8 @@ __all__ = [
     "Optimizer",
     "RoundingKernel",
     "SummedMomentum",
+    "TorchClass",
+    "address_of",
     "find",
     "from_table",
     "kind_of",

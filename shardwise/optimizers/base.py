@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from shardwise.optimizers.groups import GroupSettings, check_groups, settings_of
 from shardwise.section import Section
 
 if TYPE_CHECKING:
@@ -97,11 +98,26 @@ class Optimizer(Section, ABC):
     """Whether processes may update the same weights at the same time without a lock (`update_shared`)."""
     fused: ClassVar[bool] = False
     """Whether a fused kernel updates many tensors at once (`update_fused`)."""
+    reads_step: ClassVar[bool] = False
+    """Whether `update` reads the value of `step`, which is then given in host memory."""
 
     name: str = Field(description="which optimizer updates the weights")
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)"
     )
+    groups: dict[str, GroupSettings] = Field(
+        {},
+        description="weights with settings of their own, by a pattern of their names with `*` for any text: "
+        "`lr_factor`, a factor on the learning rate, and `weight_decay`; of several patterns that match, the "
+        "last decides (docs/optimizers.md)",
+        examples=[{"*.bias": {"weight_decay": 0.0}, "encoder.*": {"lr_factor": 0.1}}],
+    )
+
+    _check_groups = field_validator("groups", mode="before")(check_groups)
+
+    def __hash__(self) -> int:
+        """Return a hash, although the table of groups has none."""
+        return hash((type(self), self.name))
 
     @model_validator(mode="before")
     @classmethod
@@ -113,6 +129,13 @@ class Optimizer(Section, ABC):
 
     # -- the update ------------------------------------------------------------------------------------------
 
+    def group_of(self, name: str, decays: bool) -> tuple[float, float]:
+        """Return the weight decay of a weight, and the factor on its learning rate. `decays`: it is a matrix
+        and no embedding."""
+        group = settings_of(self.groups, name)
+        decay = group.get("weight_decay", self.weight_decay if decays else 0.0)
+        return decay, group.get("lr_factor", 1.0)
+
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
@@ -122,6 +145,25 @@ class Optimizer(Section, ABC):
         kept, and is no slot.
         """
 
+    def slot_dtype(self, slot: str) -> str | None:
+        """Return the dtype of a slot; None: that of the weight."""
+        return None
+
+    @property
+    def from_zeros(self) -> bool:
+        """Whether all slots begin as zeros, as rows of a table do that no batch has looked up yet."""
+        return True
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The names of single numbers that are kept for each parameter besides the number of steps.
+
+        They begin as zeros, are saved in checkpoints under these names, and follow the slots in the
+        arguments and results of an update. They may depend on the step and the learning rate only, so that
+        all pieces of a parameter have the same.
+        """
+        return ()
+
     @abstractmethod
     def update(
         self, weight: Tensor, gradient: Tensor, slots: Slots, *, lr: float, decay: float, step: Tensor
@@ -129,8 +171,8 @@ class Optimizer(Section, ABC):
         """Return the new weight and the new slots; do not change the arguments.
 
         Weight, gradient and slots are plain tensors of one shape and one dtype, float32 or float64. `decay`
-        is `weight_decay`, or 0 for a parameter that does not decay. `step` is a float64 scalar on the device,
-        and 1 in the first step.
+        is the weight decay of this parameter, and 0 if it does not decay. `step` is a float64 scalar on the
+        device, and 1 in the first step.
         """
 
     def update_fused(
@@ -190,6 +232,10 @@ class Optimizer(Section, ABC):
 
     # -- what it costs ---------------------------------------------------------------------------------------
 
+    def state_bytes(self, width: float) -> float:
+        """Return the bytes per parameter that all slots take, where a number of a weight takes `width`."""
+        return len(self.slots) * width
+
     @property
     def numbers_moved(self) -> float:
         """Numbers per parameter that an update reads and writes, including those of the gradient norm.
@@ -241,6 +287,7 @@ class Optimizer(Section, ABC):
     def reference(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         """Return an independent implementation for `shardwise verify --against plain`; None: there is none.
 
-        Each of `groups` has `params` and `weight_decay`. It must share no code with `update`.
+        Each of `groups` has `params` and `weight_decay`; its `lr` is set before each step. The implementation
+        must share no code with `update`.
         """
         return None

@@ -1,4 +1,5 @@
-"""The optimizers that a job may name: those of this folder, and those of other packages.
+"""The optimizers that a job may name: those of this folder, classes of torch.optim, and those of other
+packages.
 
 A package adds an optimizer by an entry point of the group `shardwise.optimizers`. Its name is the optimizer's
 name in a job, and its value is the class:
@@ -21,10 +22,18 @@ from shardwise.optimizers.base import Optimizer
 from shardwise.optimizers.lion import Lion
 from shardwise.optimizers.onebit_adam import OneBitAdam
 from shardwise.optimizers.sgd import SGD
+from shardwise.optimizers.torch_class import TorchClass
 
 GROUP = "shardwise.optimizers"
 DEFAULT = "adamw"
 """The optimizer of a job that names none."""
+EXAMPLE = "torch.optim.NAdam"
+"""A class that a job may name."""
+TORCH_NAMES = {
+    name.lower(): f"torch.optim.{name}"
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+}
+"""Element-wise classes of torch by their names in small letters."""
 BUILT_IN: dict[str, type[Optimizer]] = {
     str(kind.model_fields["name"].default): kind for kind in (AdamW, OneBitAdam, SGD, Lion)
 }
@@ -37,8 +46,12 @@ def find(name: str) -> type[Optimizer]:
         return BUILT_IN[name]
     for entry in entry_points(group=GROUP, name=name):
         return _load(entry)
+    if "." in name or ":" in name:
+        return TorchClass
     close = next(iter(difflib.get_close_matches(name, names(), n=1, cutoff=0.6)), None)
-    advice = f". Did you mean {close!r}?" if close else f"; known are: {', '.join(names())}"
+    close = TORCH_NAMES.get(name.lower(), close)
+    known = f"; known are: {', '.join(names())}, and classes such as {EXAMPLE}"
+    advice = f". Did you mean {close!r}?" if close else known
     raise UserError(f"optimizer.name = {shown(name)}: unknown optimizer{advice}")
 
 

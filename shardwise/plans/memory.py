@@ -79,7 +79,7 @@ def state_bytes(
         computed=BYTES[dtypes.compute],
         wide=BYTES[dtypes.sums],
         summed=BYTES[dtypes.sums],
-        slots=len(config.optimizer.slots),
+        optimizer=config.optimizer.state_bytes(BYTES[dtypes.states]),
         keeps_whole_gradients=engine.keeps_whole_gradients(accumulation),
         compression=SumCompression.of(layout),
         backward_shards=layout.backward_shards,
@@ -103,8 +103,8 @@ class StateFormat:
     """Bytes of a gathered weight that is used in the wide dtype."""
     summed: Numbers
     """Bytes of an unreduced gradient, and of a compression error."""
-    slots: int
-    """Number of optimizer states of each parameter."""
+    optimizer: float
+    """Bytes of the optimizer states of a weight."""
     keeps_whole_gradients: Numbers
     """Whether unreduced gradients are kept between the micro-batches of a step."""
     compression: SumCompression | None
@@ -120,8 +120,7 @@ class StateFormat:
             weights = weights + (layout.zero == 3) * (gathered / self.backward_shards)
         gradients = self.summed * trained.whole * unreduced + self.stored * trained.shard * (unreduced == 0)
         residuals = residual_numbers(trained, self.compression, layout.zero, layout.replica)
-        optimizer = self.slots * self.stored * trained.shard
-        return StateBytes(weights, gradients, optimizer, self.summed * residuals)
+        return StateBytes(weights, gradients, self.optimizer * trained.shard, self.summed * residuals)
 
 
 def residual_numbers(

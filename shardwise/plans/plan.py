@@ -126,8 +126,10 @@ class Plan:
 
     @property
     def state_numbers(self) -> int:
-        """Number of elements of all weights, and of the optimizer's states of the trained ones."""
-        return self.parameters + len(self.optimizer.slots) * (self.parameters - self.frozen)
+        """Number of elements of all weights, and of the optimizer's states of the trained ones. A state of
+        another width counts as many as its bytes."""
+        states = self.optimizer.state_bytes(self.state_width) / self.state_width
+        return self.parameters + round(states * (self.parameters - self.frozen))
 
     @property
     def state_width(self) -> int:

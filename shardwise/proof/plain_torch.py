@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -461,14 +462,17 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 def reference_optimizer(config: Config, weights: State) -> torch.optim.Optimizer:
-    """Return an optimizer over these weights that shares no code with ours. Only matrices have weight
-    decay."""
-    decayed = [weight for name, weight in weights.items() if weight.ndim >= 2 and name not in _TABLES]
-    rest = [weight for name, weight in weights.items() if weight.ndim < 2 or name in _TABLES]
-    groups: list[dict[str, object]] = [
-        {"params": decayed, "weight_decay": config.optimizer.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
+    """Return an optimizer over these weights that shares no code with ours, with one group for each weight.
+    Only matrices have weight decay, unless a pattern of the job's groups says otherwise; the last pattern
+    decides. Each group has the factor on its learning rate as `factor`."""
+    groups: list[dict[str, object]] = []
+    for name, weight in weights.items():
+        decay = config.optimizer.weight_decay if weight.ndim >= 2 and name not in _TABLES else 0.0
+        factor = 1.0
+        for pattern, settings in config.optimizer.groups.items():
+            if re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name):
+                decay, factor = settings.get("weight_decay", decay), settings.get("lr_factor", factor)
+        groups.append({"params": [weight], "weight_decay": decay, "factor": factor})
     optimizer = config.optimizer.reference(groups)
     assert optimizer is not None, "check_known refuses optimizers without a reference"
     return optimizer
@@ -511,7 +515,7 @@ def train_plainly(
         clipped = 1.0 if train.clip is None else min(1.0, train.clip / norm)
         lr = learning_rate(train, step)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         for name, weight in weights.items():
             weight.grad = gradients[name] * clipped
         optimizer.step()

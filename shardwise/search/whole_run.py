@@ -109,7 +109,8 @@ def _on_the_wire(moved: Sequence[Flow], groups: Sequence[Group], between: bool) 
 def checkpoints(config: Config, result: SearchResult, best: int, storage: float, device_hours: float) -> Json:
     """Return how often to save, what it costs, and the useful fraction of time."""
     cluster = result.cluster
-    width = float(BYTES[result.work.state_dtype]) * (1 + len(config.optimizer.slots))
+    width = float(BYTES[result.work.state_dtype])
+    width += config.optimizer.state_bytes(width)
     saves = plan_checkpoints(
         count(config.model),
         result.devices,

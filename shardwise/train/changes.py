@@ -50,6 +50,8 @@ def changes(manifest: Manifest, config: Config) -> Iterator[str]:
         )
     if manifest.optimizer and (optimizer := _differing(manifest, config, _OPTIMIZER)):
         yield f"{optimizer}, which goes on with the state that is there"
+    if (before := manifest.optimizer.get("groups", {})) != (now := config.optimizer.groups):
+        yield f"optimizer.groups was {before} and is now {now}"
     if schedule := _differing(manifest, config, _SCHEDULE):
         yield from _rescheduled(schedule, manifest, config.train)
 

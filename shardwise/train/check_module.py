@@ -34,6 +34,7 @@ from shardwise.models import (
     replaces_constructor_value,
 )
 from shardwise.models.user_module import accepted_arguments, name_of
+from shardwise.optimizers.groups import unmatched
 from shardwise.parallel import build_plain
 from shardwise.parallel.tables import EMBEDDINGS, table_of
 from shardwise.parallel.tensor import missing_entry, role_problem
@@ -109,7 +110,7 @@ def _check(model: nn.Module, config: Config, layout: Layout) -> None:
     """Raise all problems of the module, which is built without memory, and of its table on this layout."""
     table = table_of(model)
     table_rules = (_tensor, _pipeline, _context) if getattr(model, "sharding", None) is not None else ()
-    rules = (_parameters, _state, _layers, _settings, _table, *table_rules, _experts)
+    rules = (_parameters, _groups, _state, _layers, _settings, _table, *table_rules, _experts)
     problems = [problem for rule in rules for problem in rule(model, table, config, layout)]
     if len(problems) == 1:
         raise UserError(problems[0])
@@ -143,6 +144,13 @@ def _parameters(model: nn.Module, table: Sharding, config: Config, layout: Layou
             f"{name}: the parameter {odd[0]} is of {dtype}, and weights are floating-point numbers; make it "
             "a buffer"
         )
+
+
+def _groups(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for path, parameter in model.named_parameters():
+        names[parameter.requires_grad].append(path)
+    yield from unmatched(config.optimizer.groups, names[True], names[False])
 
 
 def _state(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
@@ -180,6 +188,12 @@ def _layers(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
         yield (
             f"train.state_dtype = 'bfloat16': {sparse[0]} of {name} has sparse=True, and updates of single "
             "rows are not rounded at random, so small ones would be lost; leave one of the two out"
+        )
+    if sparse and not config.optimizer.from_zeros:
+        yield (
+            f"optimizer.name = {config.optimizer.name!r}: {sparse[0]} of {name} has sparse=True, and the "
+            "states of rows that no batch has looked up are zeros, with which this class does not begin; "
+            "leave sparse=True out, or use another optimizer"
         )
 
 

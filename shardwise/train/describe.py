@@ -6,6 +6,7 @@ import torch
 
 from shardwise.config import Checkpoint, Config, brings_data, context_attention
 from shardwise.config.no_effect import idle_settings
+from shardwise.config.parameters import parameter_shapes
 from shardwise.cost.device_peaks import peak_flops
 from shardwise.data.samples import Samples
 from shardwise.drivers.registry import driver_of
@@ -13,6 +14,8 @@ from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.products import multiplies_in_float32
 from shardwise.models.torch_dtypes import DTYPES
+from shardwise.optimizers.groups import describe_groups
+from shardwise.parallel import build_plain
 from shardwise.plans import COPIES, ModelSpec, Plan, simulate
 from shardwise.plans.float8_choice import idle_float8, multiplied_in_float32
 from shardwise.plans.grid import describe_degrees
@@ -36,6 +39,7 @@ def describe_run(training: Training) -> dict[str, str]:
         "compile": _compiled(training),
         "recompute": str(plan.recompute),
         "optimizer": _optimizer(training),
+        **_groups(training),
         **_repeatable(training),
         "MFU": _convention(training),
         "saving": _saving(config.checkpoint),
@@ -112,6 +116,17 @@ def _optimizer(training: Training) -> str:
         else "the logged gradient norm is that"
     )
     return f"{name}; after step {training.plan.layout.compression_warmup} {clipped} of summed momenta"
+
+
+def _groups(training: Training) -> dict[str, str]:
+    """Return how many weights of the whole model are in each parameter group, and what it sets."""
+    config, groups = training.config, training.config.optimizer.groups
+    if not groups:
+        return {}
+    if config.model.module is None:
+        return {"groups": describe_groups(groups, list(parameter_shapes(config.model)))}
+    named = build_plain(training.plan.model).named_parameters()
+    return {"groups": describe_groups(groups, [name for name, each in named if each.requires_grad])}
 
 
 def peak_of_device(training: Training) -> float | None:

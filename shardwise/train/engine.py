@@ -6,7 +6,7 @@ the calls is that of the ordinary training loop (train/program.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +36,24 @@ class Engine:
         """
         self._program.request("prepare").prepare(make, sharding)
 
-    def optimizer(self, name: str = "adamw", lr: float | None = None, **settings: object) -> None:
-        """Say how weights are updated: the name of an optimizer, its peak learning rate and its settings. The
-        schedule of the learning rate is the job's ([train])."""
-        self._program.request("optimizer").choose_optimizer(name, lr, settings)
+    def optimizer(
+        self,
+        name: str | type[torch.optim.Optimizer] = "adamw",
+        lr: float | None = None,
+        *,
+        groups: Mapping[str, Mapping[str, float]] | None = None,
+        **settings: object,
+    ) -> None:
+        """Say how weights are updated: by the optimizer of this name or this class, which must be
+        element-wise, with this peak learning rate and its settings. The schedule of the learning rate is the
+        job's ([train]).
+
+        `groups` gives weights whose names match a pattern a learning rate and a weight decay of their own:
+        `{"*.bias": {"weight_decay": 0.0}, "encoder.*": {"lr_factor": 0.1}}`.
+        """
+        self._program.request("optimizer").choose_optimizer(
+            name, lr, settings if groups is None else {**settings, "groups": groups}
+        )
 
     def batches(
         self,

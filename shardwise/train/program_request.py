@@ -15,7 +15,7 @@ from shardwise.config import Config, brings_data
 from shardwise.data.samples import Samples
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import build_program_module, use_factory, weights_without_memory
-from shardwise.optimizers import BUILT_IN, from_table
+from shardwise.optimizers import address_of, from_table
 from shardwise.parallel.tables import table_of
 from shardwise.plurals import counted
 from shardwise.section import Section
@@ -59,10 +59,10 @@ class Request:
         if make is not None:
             use_factory(lambda: _with_table(make(), sharding))
 
-    def choose_optimizer(self, name: str, lr: float | None, settings: Mapping[str, object]) -> None:
-        """Use this optimizer, with this peak learning rate."""
+    def choose_optimizer(self, name: object, lr: float | None, settings: Mapping[str, object]) -> None:
+        """Use this optimizer, by its name or its class, with this peak learning rate."""
         if not isinstance(name, str):
-            raise UserError(f"engine.optimizer: give its name, one of {', '.join(BUILT_IN)}, not {name!r}")
+            name = address_of(name)
         self._optimizer = {"name": name, **settings}
         if lr is not None:
             self._train["learning_rate"] = lr

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config import Config
-from shardwise.config.module_file import PICKLED, load_file, locate
+from shardwise.config.module_file import PICKLED
 from shardwise.errors import UserError
 from shardwise.resilience.user_code import trace_of_user_code
 from shardwise.train.engine import Engine
 from shardwise.train.program import Program
+from shardwise.user_file import load_file, locate
 
 if TYPE_CHECKING:
     from shardwise.resilience.worker_link import WorkerLink

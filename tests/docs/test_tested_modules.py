@@ -41,6 +41,9 @@ RUN_BY = {
     "codecs.sign": "codecs/test_codecs.py",
     "codecs.terngrad": "codecs/test_codecs.py",
     "codecs.topk": "codecs/test_codecs.py",
+    "optimizers.groups": "optimizers/test_groups.py",
+    "optimizers.try_torch_class": "optimizers/test_torch_class.py",
+    "user_file": "optimizers/test_torch_class.py",
     "optimizers.adamw_kernel": "codecs/test_kernels.py",
     "optimizers.onebit_adam": "parallel/test_onebit.py",
     # Drivers are found by name, and workers are started for them.

@@ -36,8 +36,8 @@ SIGNATURES = {
     "'Device | None' = None, **tables: 'Tables') -> 'Drill'",
     "Engine.prepare": "(self, make: 'Callable[[], torch.nn.Module] | None' = None, sharding: "
     "'object' = None) -> 'None'",
-    "Engine.optimizer": "(self, name: 'str' = 'adamw', lr: 'float | None' = None, **settings: "
-    "'object') -> 'None'",
+    "Engine.optimizer": "(self, name: 'str | type[torch.optim.Optimizer]' = 'adamw', lr: 'float | None' = "
+    "None, *, groups: 'Mapping[str, Mapping[str, float]] | None' = None, **settings: 'object') -> 'None'",
     "Engine.batches": "(self, dataset: 'object' = None, *, global_batch: 'int | None' = None, "
     "collate: 'Collate | None' = None, steps: 'int | None' = None, epochs: "
     "'float | None' = None, workers: 'int' = 0, sequences: 'Sequence[str]' = ()) -> 'Iterator[StepBatch]'",

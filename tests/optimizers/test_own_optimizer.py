@@ -74,7 +74,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_job_names_an_optimizer_of_another_package(package: Path) -> None:
     config = from_tables({"data": {"source": "x"}, "optimizer": {"name": "sign-sgd", "scale": 0.5}})
-    assert config.optimizer.model_dump() == {"name": "sign-sgd", "weight_decay": 0.1, "scale": 0.5}
+    assert config.optimizer.model_dump() == {
+        "name": "sign-sgd",
+        "weight_decay": 0.1,
+        "groups": {},
+        "scale": 0.5,
+    }
     assert 'name = "sign-sgd"' in to_toml(config)
 
 

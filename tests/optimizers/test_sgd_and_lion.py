@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.jobs import FAMILIES, LLAMA, Tables, job, on_one_device, worst_difference
+from ranks.jobs import LLAMA, on_one_device, worst_difference
+from ranks.layouts import EXACT, LAYOUTS, tables_of
 from ranks.pool import Pool
 from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor, nn
@@ -198,25 +199,6 @@ def test_rows_of_a_sparse_gradient_are_updated_as_those_of_a_dense_one(
 
 # -- every layout --------------------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
-    "zero 0": ({"data": 2, "zero": 0}, "llama"),
-    "zero 1": ({"data": 2, "zero": 1}, "llama"),
-    "zero 2": ({"data": 2, "zero": 2}, "tied"),
-    "zero 3": ({"data": 2, "zero": 3}, "llama"),
-    "tensor": ({"data": 1, "tensor": 2}, "llama"),
-    "pipeline": ({"data": 1, "pipeline": 2}, "tied"),
-    "context": ({"data": 1, "context": 2, "attention": "ring"}, "llama"),
-    "expert": ({"data": 2, "expert": 2}, "experts"),
-    "tensor, zero 3": ({"data": 2, "tensor": 2, "zero": 3}, "llama"),
-}
-EXACT = 1e-12
-
-
-def tables_of(corpus: str, name: str, layout: str, **train: Any) -> Tables:
-    degrees, model = LAYOUTS[layout]
-    batch = {"micro_batch": 1, "global_batch": 8, "steps": 2, "warmup": 0, **train}
-    return job(corpus, model=FAMILIES[model], layout=degrees, train=batch, optimizer={"name": name})
-
 
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -233,7 +215,7 @@ def tables_of(corpus: str, name: str, layout: str, **train: Any) -> Tables:
 def test_every_axis_trains_as_one_device_and_holds_and_sends_what_was_predicted(
     trained: Runs, corpus: str, name: str, layout: str
 ) -> None:
-    tables = tables_of(corpus, name, layout)
+    tables = tables_of(corpus, {"name": name}, layout)
     found = trained(tables)
     assert worst_difference(found[0], on_one_device(tables)) < EXACT
     check_held(found, tables)
@@ -245,7 +227,7 @@ def test_every_axis_trains_as_one_device_and_holds_and_sends_what_was_predicted(
 def test_bfloat16_states_take_the_bytes_that_were_predicted(
     trained: Runs, corpus: str, name: str, layout: str
 ) -> None:
-    tables = tables_of(corpus, name, layout, precision="bfloat16", state_dtype="bfloat16")
+    tables = tables_of(corpus, {"name": name}, layout, precision="bfloat16", state_dtype="bfloat16")
     check_held(trained(tables), tables)
 
 
@@ -262,7 +244,7 @@ def test_bfloat16_states_take_the_bytes_that_were_predicted(
     ],
 )
 def test_verify_proves_it(corpus: str, name: str, layout: str, against: Any) -> None:
-    found = prove(from_tables(tables_of(corpus, name, layout)), steps=2, against=against).to_json()
+    found = prove(from_tables(tables_of(corpus, {"name": name}, layout)), steps=2, against=against).to_json()
     assert found["pass"], found["faults"]
     assert found["worst"]["relative_error"] < EXACT
 
@@ -326,7 +308,7 @@ def problems(**tables: dict[str, Any]) -> str:
         ({"optimizer": {"name": "zzz"}}, "known are: adamw, 1bit-adam, sgd, lion"),
         (
             {"optimizer": {"name": "lion", "epsilon": 1.0}},
-            "unknown key; known are: name, weight_decay, betas",
+            "unknown key; known are: name, weight_decay, groups, betas",
         ),
         ({"optimizer": {"name": "sgd", "momentun": 0.5}}, "Did you mean optimizer.momentum?"),
         (

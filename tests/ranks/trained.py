@@ -150,12 +150,8 @@ class Held:
             for gather in gathers
             if (secondary := getattr(gather, "secondary", None)) is not None
         ]
-        state = [
-            value
-            for entry in training.optimizer.state.values()
-            for name, value in entry.items()
-            if name != "step"
-        ]
+        slots, states = training.config.optimizer.slots, training.optimizer.state.values()
+        state = [entry[name] for entry in states for name in slots if name in entry]
         return {
             "shards": [one._sharded_param_data for one in sharded] or [*parameters],
             "gathered": [tensor for one in sharded for tensor in one.all_gather_outputs],
@@ -165,7 +161,7 @@ class Held:
                 *(grad for grad in (*whole, *waiting) if grad is not None),
             ],
             "optimizer": state,
-            "counters": [entry["step"] for entry in training.optimizer.state.values()],
+            "counters": [entry["step"] for entry in states],
         }
 
 

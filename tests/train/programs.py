@@ -283,8 +283,87 @@ def misspells_a_setting(engine: sw.Engine) -> None:
     plainly(engine, Net)
 
 
-def names_a_class(engine: sw.Engine) -> None:
-    engine.optimizer(torch.optim.SGD)  # type: ignore[arg-type]
+def makes_an_optimizer(engine: sw.Engine) -> None:
+    engine.optimizer(torch.optim.SGD(Net().parameters()))  # type: ignore[arg-type]
+
+
+def gives_a_class_that_is_nowhere(engine: sw.Engine) -> None:
+    class Inner(torch.optim.SGD):
+        """A class inside of a function."""
+
+    engine.optimizer(Inner)
+
+
+def _begins(engine: sw.Engine, make: Callable[[], nn.Module] = Net) -> None:
+    engine.prepare(make)
+    next(engine.batches(Points(), global_batch=BATCH, steps=STEPS))
+
+
+def needs_a_closure(engine: sw.Engine) -> None:
+    engine.optimizer(torch.optim.LBFGS, lr=1.0)
+    _begins(engine)
+
+
+def gives_a_tensor(engine: sw.Engine) -> None:
+    engine.optimizer(torch.optim.NAdam, lr=1.0, eps=torch.tensor(1e-8))
+    _begins(engine)
+
+
+def misspells_a_group(engine: sw.Engine) -> None:
+    engine.optimizer("adamw", groups={"lost.*": {"lr_factor": 0.1}})
+    _begins(engine)
+
+
+def groups_a_frozen_weight(engine: sw.Engine) -> None:
+    engine.optimizer("adamw", groups={"teacher.*": {"lr_factor": 0.1}})
+    _begins(engine, WithToken)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """SGD with a momentum that is replaced in each step."""
+
+    def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                gradient = weight.grad + group["weight_decay"] * weight
+                state["sum"] = group["momentum"] * state.get("sum", 0.0) + gradient
+                weight -= group["lr"] * state["sum"]
+
+
+GROUPS = {"*.bias": {"weight_decay": 0.3}, "second.*": {"lr_factor": 0.1}, "second.w*": {"weight_decay": 0.2}}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "nadam": (torch.optim.NAdam, {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}),
+    "own_sgd": (OwnSGD, {"momentum": 0.8}),
+    "adamw": ("adamw", {"betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.1}),
+}
+
+
+def _with_optimizer(engine: sw.Engine, name: str) -> None:
+    kind, settings = OPTIMIZERS[name]
+    engine.prepare(Net, sharding=TABLE)
+    engine.optimizer(kind, lr=1e-2, groups=GROUPS, **settings)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.clip_grad_norm(0.5)
+        engine.optim_step()
+
+
+def nadam(engine: sw.Engine) -> None:
+    _with_optimizer(engine, "nadam")
+
+
+def own_sgd(engine: sw.Engine) -> None:
+    _with_optimizer(engine, "own_sgd")
+
+
+def adamw(engine: sw.Engine) -> None:
+    _with_optimizer(engine, "adamw")
 
 
 def fails_at_once(engine: sw.Engine) -> None:

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,7 @@ from ranks.jobs import ALONE, Tables, put_together
 from ranks.pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from train.programs import BATCH, STEPS, Net, Points, Tied, loss
+from train.programs import BATCH, OPTIMIZERS, STEPS, Net, Points, Tied, loss
 
 import shardwise as sw
 from shardwise.checkpoint.state_key import StateKey
@@ -69,16 +70,22 @@ def trained(worker: Worker, tables: Tables) -> tuple[list[StepRecord], dict[str,
     return done, put_together(dict(training.parallel.named_parameters()), worker.world)
 
 
-def in_plain_torch(function: Any = loss) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def adamw_of_torch(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, foreach=False
+    )
+
+
+def in_plain_torch(
+    function: Any = loss, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw_of_torch
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same training by hand: no engine, the whole batch at once. Only the order of the data is ours."""
     torch.set_num_threads(1)
     data, order = Points(), Samples(Points(), seed=3)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(TRAIN["seed"])
         model = Net().double()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, foreach=False
-    )
+    optimizer = make(model)
     losses, norms = [], []
     for step in range(STEPS):
         chosen = [data[index] for index in order.indices(step * BATCH, BATCH)]
@@ -124,6 +131,45 @@ def test_a_program_trains_what_a_loop_in_plain_torch_trains(
         assert [step.gradient_norm for step in done] == pytest.approx(norms, rel=1e-12)
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-11, atol=1e-13, msg=name)
+
+
+def with_groups(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The class of torch, with the groups of the programs written out weight by weight."""
+    kind, settings = OPTIMIZERS[name]
+    groups = []
+    for path, weight in model.named_parameters():
+        decay = settings.get("weight_decay", 0.0) if weight.ndim == 2 else 0.0
+        lr = 1e-3 if path.startswith("second") else 1e-2
+        decay = 0.3 if path.endswith("bias") else 0.2 if path == "second.weight" else decay
+        groups.append({"params": [weight], "lr": lr, "weight_decay": decay})
+    if kind == "adamw":
+        kind, settings = torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-6}
+    return kind(groups, lr=1.0, **settings)
+
+
+@pytest.mark.parametrize("layout", [{"data": 1}, {"data": 4, "zero": 3}, {"tensor": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_torch_or_of_a_file_and_groups_train_what_plain_torch_trains(
+    ranks: Any, name: str, layout: dict[str, int]
+) -> None:
+    losses, norms, weights = in_plain_torch(make=lambda model: with_groups(name, model))
+    for done, found in ranks(math.prod(layout.values()) if "zero" not in layout else 4).run(
+        trained, tables_of(name, layout=layout)
+    ):
+        assert [step.loss for step in done] == pytest.approx(losses, rel=1e-12)
+        assert [step.gradient_norm for step in done] == pytest.approx(norms, rel=1e-12)
+        for path, weight in weights.items():
+            torch.testing.assert_close(found[path], weight, rtol=1e-11, atol=1e-13, msg=path)
+
+
+@pytest.mark.parametrize("name", ["nadam", "own_sgd"])
+def test_a_class_of_a_program_is_proven_and_survives_a_launch(tmp_path: Path, name: str) -> None:
+    """Workers and the process that plans each find it by its name."""
+    assert sw.verify(f"{PROGRAMS}:{name}", steps=2, layout={"tensor": 2, "data": 2, "zero": 3}).passes
+    run = {"folder": str(tmp_path / "run"), "device": "cpu"}
+    done = sw.launch(f"{PROGRAMS}:{name}", workers=2, layout={"data": 2, "zero": 2}, run=run)
+    assert done.status == 0
+    assert [step["step"] for step in done.metrics] == list(range(1, STEPS + 1))
 
 
 def test_processes_that_read_ahead_change_nothing(tmp_path: Path) -> None:
@@ -228,7 +274,12 @@ MISTAKES = {
     "prepares_an_instance": "engine.prepare: got a Net; give the function that makes the model",
     "has_a_complex_weight": "the weight phase is complex, and weights are real numbers",
     "misspells_a_setting": "what the program asks for has 1 problem.*wd: Extra inputs are not permitted",
-    "names_a_class": "engine.optimizer: give its name, one of adamw",
+    "makes_an_optimizer": r"engine.optimizer: got an optimizer that is made already \(SGD\); give the name",
+    "gives_a_class_that_is_nowhere": "Inner is at the top of no file, so workers cannot find it",
+    "needs_a_closure": r"torch.optim.LBFGS': its step\(\) needs a closure",
+    "gives_a_tensor": r"optimizer.eps = tensor\(.*: a Tensor cannot be a setting of a job",
+    "misspells_a_group": "'lost.\\*' matches the name of no weight.*near it are last.",
+    "groups_a_frozen_weight": "'teacher.\\*' matches frozen weights only",
     "fails_at_once": "the program failed before its first batch:.*KeyError: 'data'",
     "evaluates_nothing": "engine.evaluate: the dataset is empty",
     "goes_on_after_the_end": "engine.forward_backward got a batch of another step",
