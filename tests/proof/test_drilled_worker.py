@@ -59,7 +59,7 @@ def call(function: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("place", "function", "name"), CALLS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("place", "function", "name"), CALLS, ids=[place for place, _, _ in CALLS])
 def test_a_signal_lets_the_next_call_in_a_place_raise_once(
     place: ErrorPlace, function: Callable[[], Any], name: str
 ) -> None:
