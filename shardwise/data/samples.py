@@ -11,19 +11,19 @@ here yields the indices of one micro-batch after the other, without end.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from shardwise.data.batches import split_evenly
 from shardwise.data.order import Order
@@ -52,6 +52,33 @@ class Samples:
         """The order in which the samples are read, epoch by epoch."""
         return Order((len(self.dataset),), (1.0,), self.seed)
 
+    def count(self) -> int:
+        """Return the number of samples of the dataset."""
+        return len(self.dataset)
+
+    def collated(self, samples: list[Any]) -> Any:
+        """Return a batch of these samples."""
+        return (self.collate or default_collate)(samples)
+
+    def chunks(self, size: int) -> Iterator[list[Any]]:
+        """Yield all samples once, by lists of this many; the last one may be shorter."""
+        for first in range(0, self.count(), size):
+            yield [self.dataset[index] for index in range(first, min(first + size, self.count()))]
+
+    def reader(
+        self,
+        global_batch: int,
+        rows: range,
+        micro_batches: int,
+        device: torch.device,
+        seen: int,
+        dtype: torch.dtype,
+        state: object,
+    ) -> Reader:
+        """Return a reader of this device's micro-batches, from the place in the run where it has seen this
+        many samples. It needs no `state`."""
+        return SampleReader(self, global_batch, rows, micro_batches, device, seen, dtype)
+
     def indices(self, first: int, count: int) -> list[int]:
         """Return the numbers in the dataset of samples that follow each other in the run."""
         return [int(index) for index in self.order.at(np.arange(first, first + count, dtype=np.int64))[1]]
@@ -73,8 +100,21 @@ class MicroBatch:
     """Sum of the checksums of the samples' numbers in the dataset."""
 
 
-class SampleReader(Iterator[list[MicroBatch]]):
-    """Yields this device's micro-batches, step after step without end."""
+class Reader(Protocol):
+    """Yields a device's micro-batches, step after step without end."""
+
+    def __next__(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next step."""
+
+    def state_at(self, seen: int) -> object:
+        """Return the state of the dataset after this many samples of the run; None: it has none."""
+
+    def sample(self) -> Any:
+        """Return one sample. Called after the first step's samples were read."""
+
+
+class SampleReader:
+    """Reads samples by number."""
 
     def __init__(
         self,
@@ -105,7 +145,7 @@ class SampleReader(Iterator[list[MicroBatch]]):
 
     def _parts(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the number in the run of the first sample of each micro-batch, and its indices."""
-        for step in count():
+        for step in itertools.count():
             first = self._seen + step * self._global_batch + self._rows.start
             for part in split_evenly(len(self._rows), self._micro_batches):
                 yield first + part.start, self._samples.indices(first + part.start, len(part))
@@ -114,6 +154,13 @@ class SampleReader(Iterator[list[MicroBatch]]):
         """Yield the numbers in the dataset of one micro-batch after the other."""
         for _, indices in self._parts():
             yield indices
+
+    def state_at(self, seen: int) -> object:
+        """Return None: the number of samples that the run has seen says everything."""
+
+    def sample(self) -> Any:
+        """Return the first sample of the run."""
+        return self._samples.dataset[self._samples.indices(0, 1)[0]]
 
     def __next__(self) -> list[MicroBatch]:
         """Return the micro-batches of the next step."""

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from shardwise.config.axes import LOSS_AXES
 from shardwise.data import Rows
@@ -95,16 +94,15 @@ def check_summed_loss(training: Training) -> None:
 
 
 @torch.no_grad()
-def check_program_loss(training: Training, loss: LossFunction, samples: Samples) -> None:
+def check_program_loss(training: Training, loss: LossFunction, samples: Samples, sample: Any) -> None:
     """Raise if a loss of a program is a mean and not a sum: of one sample, and of the same sample twice in a
     batch, it is the same. Every rank must call this."""
-    sample = samples.dataset[samples.indices(0, 1)[0]]
-    collate, device = samples.collate or default_collate, training.mesh.device
+    device = training.mesh.device
     dtype = DTYPES[training.plan.model.dtypes.compute]
     try:
         with _without_trace(training):
             (once, items), (twice, items_of_two) = (
-                _measured_sums(training, loss, to_device(collate(batch), device, dtype), samples)
+                _measured_sums(training, loss, to_device(samples.collated(batch), device, dtype), samples)
                 for batch in ([sample], [sample, sample])
             )
     except UserError:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.data.samples import Collate, Samples
+from shardwise.data.samples import Collate
+from shardwise.data.streams import samples_of
 from shardwise.models.program_module import LossFunction
 from shardwise.train.program_outputs import state_dict
 
@@ -68,7 +69,8 @@ class Engine:
     ) -> Iterator[StepBatch]:
         """Yield this worker's part of each global batch, from the step where the run stands to the last one.
 
-        `dataset` has `__len__` and `__getitem__`; left out, the data are those of the job. `collate` makes a
+        `dataset` has `__len__` and `__getitem__`, or is iterated over (data/streams.py); left out, the data
+        are those of the job. `collate` makes a
         batch of a list of samples, by default as torch's `DataLoader` does. The run makes `steps` steps, or
         passes `epochs` times through the data (1 by default). `workers` processes read ahead. `sequences`
         names the entries of a batch that are sequences in their dim 1: the devices of the context axis share
@@ -76,7 +78,7 @@ class Engine:
         """
         samples = None
         if dataset is not None:
-            samples = Samples(dataset, collate, workers, sequences=tuple(sequences))
+            samples = samples_of("engine.batches", dataset, collate, workers, tuple(sequences))
         self._program.request("batches").choose_data(samples, global_batch, steps, epochs)
         return self._program.batches()
 
@@ -103,7 +105,7 @@ class Engine:
     ) -> dict[str, float]:
         """Return the mean of what `function(model, values)` returns over a whole dataset, in eval mode and
         without gradients. The function is like that of `forward_backward`; its sums need not be losses."""
-        return self._program.evaluate(function, Samples(dataset, collate))
+        return self._program.evaluate(function, samples_of("engine.evaluate", dataset, collate))
 
     def log(self, **values: float) -> None:
         """Record numbers with the step of the batch that the loop has now. Those of the main worker count."""

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from shardwise.config import Config
 from shardwise.data.batches import Batch
-from shardwise.data.samples import MicroBatch, SampleReader, Samples, with_positions
+from shardwise.data.samples import MicroBatch, Reader, Samples, with_positions
+from shardwise.data.streams import Stream
 from shardwise.errors import UserError
 from shardwise.models import LossCall, LossSums, attention_backends
 from shardwise.models.program_module import LossFunction
@@ -67,7 +68,12 @@ class Program:
         """The last call of `forward_backward`."""
         self._gradients: StepGradients | None = None
         self._metrics = Metrics()
-        self._reader: SampleReader | RankRows | None = None
+        self._samples_reader: Reader | None = None
+        """Reads the program's own data."""
+        self._rows: RankRows | None = None
+        """Reads the job's data."""
+        self._state_of_data: object = None
+        """State of the dataset that was saved with the checkpoint."""
         self._ahead: StepBatch | None = None
         self._finished, self._calls = False, 0
         self._names: tuple[str, ...] = ()
@@ -106,16 +112,16 @@ class Program:
         self.training = training
         config, plan, samples = training.config, training.plan, self.asked.samples
         if samples is None:
-            self._reader = RankRows(training)
+            self._rows = RankRows(training)
             return
-        self._reader = SampleReader(
-            samples,
+        self._samples_reader = samples.reader(
             global_batch=config.train.global_batch,
             rows=training.shares.of(training.mesh.data_index),
             micro_batches=plan.accumulation,
             device=training.mesh.device,
             seen=training.sequences,
             dtype=DTYPES[plan.model.dtypes.compute],
+            state=self._state_of_data,
         )
 
     def next_gradients(self) -> StepGradients:
@@ -164,8 +170,11 @@ class Program:
 
     def saved_state(self) -> Tensor:
         """Return the program's values as bytes."""
+        state_of_data = None
+        if self._samples_reader is not None:
+            state_of_data = self._samples_reader.state_at(self.present().sequences)
         try:
-            saved = _saved(self.state)
+            saved = _saved({"state": self.state, "data": state_of_data})
         except Exception:
             for name, value in self.state.items():
                 try:
@@ -182,8 +191,9 @@ class Program:
     def load_state(self, saved: Tensor) -> None:
         """Replace the program's values by saved ones."""
         values = torch.load(io.BytesIO(bytes(saved.numpy())), weights_only=True)
+        self._state_of_data = values["data"]
         self.state.clear()
-        self.state.update(values)
+        self.state.update(values["state"])
 
     def take_logged(self) -> dict[str, float]:
         """Return the numbers that the program has recorded since the last call."""
@@ -204,7 +214,7 @@ class Program:
     def leave(self) -> None:
         """End the program where it waits."""
         self._turns.leave()
-        self._reader = None
+        self._samples_reader = self._rows = None
 
     # The program's side
 
@@ -234,11 +244,11 @@ class Program:
             self._turns.wait()
 
     def _read(self) -> StepBatch:
-        assert self._reader is not None, "the program has a team"
-        if isinstance(self._reader, SampleReader):
+        if self._samples_reader is not None:
             with self.present().comm.clock.span("data"):
-                return StepBatch(next(self._reader))
-        return StepBatch(self._reader.next_batch())
+                return StepBatch(next(self._samples_reader))
+        assert self._rows is not None, "the program has a team"
+        return StepBatch(self._rows.next_batch())
 
     def forward_backward(self, loss: LossFunction, batch: StepBatch) -> Metrics:
         """Compute the gradients of a batch."""
@@ -256,8 +266,8 @@ class Program:
             raise UserError(f"step {training.step + 1}: engine.forward_backward got a batch of another step")
         samples, first = self.asked.samples, training.step == 0 and self._call is None
         self._call, self._metrics = (loss, batch), Metrics()
-        if first and samples is not None and self.config.model.is_of_program:
-            check_program_loss(training, loss, samples)
+        if first and self._samples_reader is not None and samples is not None:
+            check_program_loss(training, loss, samples, self._samples_reader.sample())
         self._gradients = self._compute(loss, batch)
         return self._metrics
 
@@ -315,10 +325,8 @@ class Program:
 
     def _compute_by_job(self, batch: StepBatch) -> StepGradients:
         """Compute the gradients of the job's model and data, as a run without a program does."""
-        from shardwise.train.sources import RankRows
-
-        assert isinstance(self._reader, RankRows), "the data are those of the job"
-        return replace(self._reader.gradients(list(batch.micro_batches)), clip=None)  # type: ignore[arg-type]
+        assert self._rows is not None, "the data are those of the job"
+        return replace(self._rows.gradients(list(batch.micro_batches)), clip=None)  # type: ignore[arg-type]
 
     def _checksum(self, batch: StepBatch) -> int:
         """Return the checksum of this rank's samples; 0 on ranks that read the same ones as another."""
@@ -366,7 +374,7 @@ class Program:
             raise UserError(
                 "engine.evaluate: is for a model that engine.prepare makes; set train.evaluate_every"
             )
-        if not len(samples.dataset):
+        if not isinstance(samples, Stream) and not samples.count():
             raise UserError("engine.evaluate: the dataset is empty")
         if self.asked.samples is not None:
             samples = replace(samples, sequences=self.asked.samples.sequences)

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import default_collate
 
 from shardwise.config.axes import LOSS_AXES, RANK_AXES
 from shardwise.data.samples import Samples, to_device, with_positions
@@ -49,19 +48,14 @@ def means_over(
 def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, float]]:
     """Yield this device's batches of a dataset, with weight 1; and with weight 0 as many more as another
     device may have, because all devices make the same number of forwards."""
-    count = len(samples.dataset)
-    size, collate = training.plan.micro_batch, samples.collate or default_collate
+    parallel, size = training.parallel, training.plan.micro_batch
     dtype = DTYPES[training.plan.model.dtypes.compute]
-    for first in range(0, count, size * training.plan.layout.data_parallel):
-        start = first + training.mesh.data_index * size
-        chosen = range(start, min(start + size, count)) or range(count - 1, count)
-        values = collate([samples.dataset[index] for index in chosen])
+    for chunk in samples.chunks(size * training.plan.layout.data_parallel):
+        start = training.mesh.data_index * size
+        values = samples.collated(chunk[start : start + size] or chunk[-1:])
         values = to_device(values, training.mesh.device, dtype)
-        parallel = training.parallel
-        yield (
-            with_positions(values, samples.sequences, parallel.positions, parallel.multiple),
-            float(start < count),
-        )
+        values = with_positions(values, samples.sequences, parallel.positions, parallel.multiple)
+        yield values, float(start < len(chunk))
 
 
 def state_dict(training: Training) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise.config import Config, brings_data
 from shardwise.data.samples import Samples
+from shardwise.data.streams import Stream
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import build_program_module, use_factory, weights_without_memory
 from shardwise.optimizers import address_of, from_table
@@ -77,12 +78,16 @@ class Request:
             raise UserError(
                 "engine.batches: the program has a dataset, and the job a data.source; leave one out"
             )
-        if samples is not None and not (
-            hasattr(samples.dataset, "__len__") and hasattr(samples.dataset, "__getitem__")
-        ):
+        if isinstance(samples, Stream) and steps is None:
             raise UserError(
-                f"engine.batches: {type(samples.dataset).__name__} has no __len__ and __getitem__; give a "
-                "map-style dataset, whose samples can be read in any order"
+                f"engine.batches: {type(samples.dataset).__name__} has no length; say how long to train with "
+                "steps=…"
+            )
+        if isinstance(samples, Stream) and samples.workers:
+            raise UserError(
+                f"engine.batches: workers={samples.workers} read by number, and "
+                f"{type(samples.dataset).__name__} is only iterated over; leave workers out, or give the "
+                "dataset __len__ and __getitem__"
             )
         if global_batch is not None:
             self._train["global_batch"] = global_batch
@@ -119,7 +124,7 @@ class Request:
         steps, epochs = self._length
         if steps is not None or self.samples is None:
             return steps
-        size = len(self.samples.dataset)
+        size = self.samples.count()
         if size < global_batch:
             raise UserError(
                 f"engine.batches: the dataset has {counted(size, 'sample')}, fewer than a global batch of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -528,3 +528,56 @@ def stops_on_one_rank(engine: sw.Engine) -> None:
         engine.forward_backward(loss, batch)
         engine.optim_step()
     engine.log(ended_after=engine.step)
+
+
+class Walk:
+    """An iterable dataset without an end: points of a random walk, in an order of its own."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count, self.place = count, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        points = Points(90)
+        while self.count is None or self.place < self.count:
+            self.place += 1
+            yield points[7 * self.place % 90]
+        self.place = 0
+
+
+class StatefulWalk(Walk):
+    """Can go on from a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def streams(engine: sw.Engine, dataset: object = None, steps: int | None = 60, **more: Any) -> None:
+    engine.prepare(Net, sharding=TABLE)
+    for batch in engine.batches(dataset or Walk(50), global_batch=BATCH, steps=steps, **more):
+        engine.forward_backward(loss, batch)
+        engine.clip_grad_norm(0.5)
+        engine.optim_step()
+    engine.state["evaluated"] = engine.evaluate(loss, Walk(31))["loss"]
+
+
+def streams_with_state(engine: sw.Engine) -> None:
+    streams(engine, StatefulWalk())
+
+
+def streams_without_steps(engine: sw.Engine) -> None:
+    streams(engine, steps=None)
+
+
+def streams_with_workers(engine: sw.Engine) -> None:
+    streams(engine, workers=2)
+
+
+def streams_an_iterator(engine: sw.Engine) -> None:
+    streams(engine, iter(Walk()))
+
+
+def streams_nothing(engine: sw.Engine) -> None:
+    streams(engine, Walk(0))

@@ -1,0 +1,136 @@
+"""Samples of a program that come one after the other: an iterable dataset instead of one that is read by
+number.
+
+Every device reads the whole stream and keeps the samples of its rows. So the samples of a step do not depend
+on the number of devices, and the state of the run is one place in the stream: if the dataset has `state_dict`
+and `load_state_dict`, as those of torchdata and Hugging Face have, a run goes on from the state that was
+saved with the checkpoint. Otherwise it reads again what it has read before. A stream that ends begins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from shardwise.data.batches import split_evenly
+from shardwise.data.samples import Collate, MicroBatch, Reader, Samples, checksum, to_device
+from shardwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Stream(Samples):
+    """A dataset that is iterated over."""
+
+    def fingerprint(self, first: int) -> int:
+        """Return a checksum of a place in the stream, whose samples have no numbers of their own."""
+        return checksum([first])
+
+    def chunks(self, size: int) -> Iterator[list[Any]]:
+        """Yield all samples once, by lists of this many; the last one may be shorter."""
+        samples = iter(self.dataset)
+        while chunk := list(islice(samples, size)):
+            yield chunk
+
+    def reader(
+        self,
+        global_batch: int,
+        rows: range,
+        micro_batches: int,
+        device: torch.device,
+        seen: int,
+        dtype: torch.dtype,
+        state: object,
+    ) -> Reader:
+        """Return a reader of this device's micro-batches, from the place in the run where it has seen this
+        many samples. `state` is the dataset's at that place, if one was saved."""
+        return StreamReader(self, global_batch, rows, micro_batches, device, seen, dtype, state)
+
+    def _read(self) -> Iterator[Any]:
+        """Yield samples without end."""
+        while True:
+            count = 0
+            for sample in self.dataset:
+                count += 1
+                yield sample
+            if not count:
+                raise UserError(
+                    f"engine.batches: {type(self.dataset).__name__} yields no samples; an iterable dataset "
+                    "has to yield some each time that a loop over it begins"
+                )
+
+
+def samples_of(
+    call: str,
+    dataset: Any,
+    collate: Collate | None,
+    workers: int = 0,
+    sequences: tuple[str, ...] = (),
+) -> Samples:
+    """Return the samples of a dataset, which are read by number if it can do that."""
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return Samples(dataset, collate, workers, sequences=sequences)
+    if isinstance(dataset, Iterator) or not hasattr(dataset, "__iter__"):
+        raise UserError(
+            f"{call}: {type(dataset).__name__} is no dataset; give one with __len__ and __getitem__, or one "
+            "with __iter__, over which several loops can go one after the other"
+        )
+    return Stream(dataset, collate, workers, sequences=sequences)
+
+
+class StreamReader:
+    """Reads samples one after the other."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        global_batch: int,
+        rows: range,
+        micro_batches: int,
+        device: torch.device,
+        seen: int,
+        dtype: torch.dtype,
+        state: object,
+    ) -> None:
+        self._stream, self._global_batch, self._rows = stream, global_batch, rows
+        self._micro_batches, self._device, self._dtype = micro_batches, device, dtype
+        self._seen = seen
+        if state is not None and hasattr(stream.dataset, "load_state_dict"):
+            stream.dataset.load_state_dict(state)
+            self._samples = stream._read()
+        else:
+            self._samples = stream._read()
+            for _ in islice(self._samples, seen):
+                pass
+        self._states = {seen: self._state()}
+        self._sample: Any = None
+
+    def state_at(self, seen: int) -> object:
+        """Return the state of the dataset after this many samples; None: it has no such state."""
+        return self._states.get(seen)
+
+    def sample(self) -> Any:
+        """Return the last sample that was read. To iterate once more could change the dataset's place."""
+        return self._sample
+
+    def _state(self) -> object:
+        return self._stream.dataset.state_dict() if hasattr(self._stream.dataset, "state_dict") else None
+
+    def __next__(self) -> list[MicroBatch]:
+        """Return the micro-batches of the next step."""
+        samples = list(islice(self._samples, self._global_batch))
+        self._sample, batches = samples[-1], []
+        for part in split_evenly(len(self._rows), self._micro_batches):
+            places = range(self._rows.start + part.start, self._rows.start + part.stop)
+            values = self._stream.collated([samples[place] for place in places])
+            numbers = [self._seen + place for place in places]
+            values = to_device(values, self._device, self._dtype)
+            batches.append(MicroBatch(values, numbers[0], checksum(numbers)))
+        self._seen += self._global_batch
+        # The states before and after this step's samples: a save may be of either.
+        last = max(self._states)
+        self._states = {last: self._states[last], self._seen: self._state()}
+        return batches
