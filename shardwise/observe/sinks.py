@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,10 +172,14 @@ class CallbackSink:
     """Calls the methods of a user's object: `on_step` with the record of each step, and `on_NAME` with the
     fields of each event of that name. Methods that the object does not have are not called."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, name: str, callback: object) -> None:
+        self.name, self._callback = f"the callback {name}", callback
+
+    @classmethod
+    def at(cls, address: str) -> CallbackSink:
+        """Return the sink of a new object of the class that "file.py:Class" names."""
         path, name = locate(f"observe.callbacks: {address!r}", address, "callbacks.py:Notify")
-        self.name = f"the callback {address}"
-        self._callback = getattr(load_file(path), name)()
+        return cls(address, getattr(load_file(path), name)())
 
     def write(self, record: Record) -> None:
         """Call `on_step` with the record of a step."""
@@ -242,9 +246,15 @@ def _explained(error: BaseException, mirror: Sink) -> str:
     return f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
 
 
-def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, warn: Warn = log.warning) -> Sinks:
+def open_sinks(
+    folder: str | Path,
+    observe: Observe,
+    resume_step: int = 0,
+    warn: Warn = log.warning,
+    callbacks: Sequence[object] = (),
+) -> Sinks:
     """Return the sinks of a run that continues after step `resume_step`; 0 means a new run with empty
-    metrics.
+    metrics. `callbacks` are objects of a program, beside those that the job names.
     """
     folder = Path(folder)
     try:
@@ -253,7 +263,8 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, warn:
         raise UserError(
             f"run.folder = {str(folder)!r} cannot be made: {error.strerror}. Give a folder you may write to."
         ) from None
-    mirrors = tuple(_mirrors(folder, observe, resume_step, warn))
+    given = (CallbackSink(type(callback).__name__, callback) for callback in callbacks)
+    mirrors = (*_mirrors(folder, observe, resume_step, warn), *given)
     metrics = MetricsFile(folder / "metrics.jsonl", resume_step, warn)
     return Sinks(metrics, EventsFile(folder / "events.jsonl", warn), mirrors, warn)
 
@@ -272,7 +283,7 @@ def _mirrors(folder: Path, observe: Observe, resume_step: int, warn: Warn) -> It
     if observe.mlflow is not None:
         asked["MLflow"] = lambda: MlflowSink(folder, observe, resume_step)
     for address in observe.callbacks:
-        asked[f"the callback {address}"] = partial(CallbackSink, address)
+        asked[f"the callback {address}"] = partial(CallbackSink.at, address)
     for name, make in asked.items():
         try:
             yield make()

@@ -48,10 +48,10 @@ def find(name: str) -> type[Optimizer]:
         return _load(entry)
     if "." in name or ":" in name:
         return TorchClass
-    close = next(iter(difflib.get_close_matches(name, names(), n=1, cutoff=0.6)), None)
-    close = TORCH_NAMES.get(name.lower(), close)
+    close = difflib.get_close_matches(name, names(), n=1, cutoff=0.6)
+    close += [TORCH_NAMES[name.lower()]] if name.lower() in TORCH_NAMES else []
     known = f"; known are: {', '.join(names())}, and classes such as {EXAMPLE}"
-    advice = f". Did you mean {close!r}?" if close else known
+    advice = f". Did you mean {' or '.join(map(repr, close))}?" if close else known
     raise UserError(f"optimizer.name = {shown(name)}: unknown optimizer{advice}")
 
 

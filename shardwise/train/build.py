@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -65,6 +65,10 @@ class RunningProgram(Protocol):
 
     asks_to_stop: bool
     asks_to_save: bool
+
+    @property
+    def callbacks(self) -> Sequence[object]:
+        """Objects whose methods are called on steps and events."""
 
     def saved_state(self) -> torch.Tensor:
         """Return the program's own values as bytes."""

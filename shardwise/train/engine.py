@@ -133,6 +133,12 @@ class Engine:
         file. All workers call this."""
         self._program.export(path)
 
+    def add_callback(self, callback: object) -> None:
+        """Call methods of an object on the main worker: `on_step(record)` after each step, `on_save(event)`,
+        `on_recovery(event)`, `on_end(event)` and those of other events. Methods that it does not have are not
+        called. Add callbacks before the loop over `batches`."""
+        self._program.request("add_callback").callbacks.append(callback)
+
     def stop(self) -> None:
         """End the run with the next `optim_step`, as if it were that of the last step. It is enough that one
         worker calls this; the loops of all workers end."""

@@ -12,7 +12,7 @@ worker starts, in the process that plans (`described`), and again on each worker
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,11 @@ class Program:
         return self.asked
 
     # The loop's side
+
+    @property
+    def callbacks(self) -> Sequence[object]:
+        """Objects whose methods are called on steps and events."""
+        return self.asked.callbacks
 
     def begin(self) -> Request:
         """Run the program up to its first batch, and return what it has asked for."""

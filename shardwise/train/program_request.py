@@ -31,6 +31,8 @@ class Request:
         self.prepared = False
         self.samples: Samples | None = None
         """The program's own data; None: those of the job."""
+        self.callbacks: list[object] = []
+        """Objects whose methods are called on steps and events."""
         self._optimizer: dict[str, Any] | None = None
         """Table [optimizer]; None: that of the job."""
         self._train: dict[str, Any] = {}

@@ -107,7 +107,8 @@ class RunReporter(Reporter):
         write_text(folder / "plan.json", json.dumps(training.plan.to_json(), indent=1) + "\n", self.warn)
         if training.plan.unpredicted:
             log.warning("no prediction for this run: %s", training.plan.unpredicted)
-        self.sinks = open_sinks(folder, training.config.observe, training.step, self.warn)
+        callbacks = () if training.program is None else training.program.callbacks
+        self.sinks = open_sinks(folder, training.config.observe, training.step, self.warn, callbacks)
         self.peak = peak_of_device(training)
         self.held_out: float | None = None
         self.first = True

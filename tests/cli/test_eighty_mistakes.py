@@ -297,7 +297,7 @@ def test_a_mistake_has_one_message_and_leaves_nothing(
     status, said = answer(line, capsys, monkeypatch)
     assert (status, "Traceback" in said) == (2, False), said
     assert words in " ".join(said.split()), said
-    assert said.lower().count("error") == 1 or "Usage" in said, said
+    assert said.lower().count("error:") == 1 or "Usage" in said, said
     assert everything(folder) == before
 
 

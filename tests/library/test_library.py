@@ -46,6 +46,7 @@ SIGNATURES = {
     "Engine.optim_step": "(self) -> 'Metrics'",
     "Engine.evaluate": "(self, function: 'LossFunction', dataset: 'object', *, collate: 'Collate"
     " | None' = None) -> 'dict[str, float]'",
+    "Engine.add_callback": "(self, callback: 'object') -> 'None'",
     "Engine.log": "(self, **values: 'float') -> 'None'",
     "Engine.save": "(self) -> 'None'",
     "Engine.state_dict": "(self) -> 'dict[str, Any]'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -581,3 +582,26 @@ def streams_an_iterator(engine: sw.Engine) -> None:
 
 def streams_nothing(engine: sw.Engine) -> None:
     streams(engine, Walk(0))
+
+
+class Notes:
+    """A callback that writes down what it is called with."""
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        with Path("notes.txt").open("a") as file:
+            print("step", record["step"], record["loss"], file=file)
+
+    def on_end(self, event: dict[str, Any]) -> None:
+        with Path("notes.txt").open("a") as file:
+            print("end", file=file)
+
+
+def has_a_callback(engine: sw.Engine) -> None:
+    engine.add_callback(Notes())
+    trains(engine)
+
+
+def adds_a_callback_late(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for _ in engine.batches(Points(), global_batch=BATCH):
+        engine.add_callback(Notes())

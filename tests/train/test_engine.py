@@ -214,6 +214,15 @@ def test_a_table_that_names_no_module_is_refused(tmp_path: Path) -> None:
         sw.verify(f"{tmp_path / 'wrong.py'}:trains", steps=2, layout={"tensor": 2, "data": 1})
 
 
+def test_a_callback_of_a_program_is_called_on_the_main_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = sw.launch(f"{PROGRAMS}:has_a_callback", workers=2, layout={"data": 2}, run=folder_in(tmp_path))
+    steps = [f"step {step['step']} {step['loss']}" for step in run.metrics]
+    assert (tmp_path / "notes.txt").read_text().splitlines() == [*steps, "end"]
+
+
 def small_job(**train: Any) -> Tables:
     return {
         "model": {"preset": "bytes-400k"},
@@ -254,6 +263,7 @@ def folder_in(tmp_path: Path) -> dict[str, str]:
 
 
 MISTAKES = {
+    "adds_a_callback_late": "engine.add_callback comes before the loop over engine.batches",
     "returns_no_scalar": r"<lambda> returned a tensor of shape \(1,\) as loss. Return the loss summed over "
     "the items",
     "returns_a_mean": "the loss looks like a mean: .* Return the loss summed over the items of the batch, "
