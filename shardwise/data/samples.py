@@ -221,11 +221,16 @@ def with_positions(
             f"engine.batches(sequences=…): a sequence of {length} tokens cannot be shared by the devices of "
             f"the layout; pad it to a multiple of {multiple} in the collate function"
         )
+    if "positions" in values and "positions" not in sequences:
+        raise UserError(
+            "engine.batches(sequences=…): the batch has an entry 'positions', which would be replaced by the "
+            "places of the tokens; name it among the sequences to keep it, or rename it"
+        )
     chosen = torch.arange(length, device=values[sequences[0]].device)
     if positions is not None:
         chosen = positions(length)
         values = {**values, **{name: values[name][:, chosen] for name in sequences}}
-    return {**values, "positions": chosen}
+    return values if "positions" in sequences else {**values, "positions": chosen}
 
 
 def _length(values: dict[str, Any], name: str) -> int:

@@ -9,12 +9,14 @@ saved with the checkpoint. Otherwise it reads again what it has read before. A s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from shardwise.data.batches import split_evenly
 from shardwise.data.samples import Collate, MicroBatch, Reader, Samples, checksum, to_device
@@ -49,14 +51,18 @@ class Stream(Samples):
         many samples. `state` is the dataset's at that place, if one was saved."""
         return StreamReader(self, global_batch, rows, micro_batches, device, seen, dtype, state)
 
-    def _read(self) -> Iterator[Any]:
-        """Yield samples without end."""
+    def read(self, before_second_pass: Callable[[], None] | None = None) -> Iterator[Any]:
+        """Yield samples without end. `before_second_pass` is called after a first pass that begins somewhere
+        in the stream, and may have no samples left."""
         while True:
             count = 0
             for sample in self.dataset:
                 count += 1
                 yield sample
-            if not count:
+            if before_second_pass is not None:
+                before_second_pass()
+                before_second_pass = None
+            elif not count:
                 raise UserError(
                     f"engine.batches: {type(self.dataset).__name__} yields no samples; an iterable dataset "
                     "has to yield some each time that a loop over it begins"
@@ -73,6 +79,11 @@ def samples_of(
     """Return the samples of a dataset, which are read by number if it can do that."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return Samples(dataset, collate, workers, sequences=sequences)
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            f"{call}: this is a DataLoader, which makes batches already; give its dataset, and its "
+            "collate_fn as collate="
+        )
     if isinstance(dataset, Iterator) or not hasattr(dataset, "__iter__"):
         raise UserError(
             f"{call}: {type(dataset).__name__} is no dataset; give one with __len__ and __getitem__, or one "
@@ -97,12 +108,14 @@ class StreamReader:
     ) -> None:
         self._stream, self._global_batch, self._rows = stream, global_batch, rows
         self._micro_batches, self._device, self._dtype = micro_batches, device, dtype
-        self._seen = seen
-        if state is not None and hasattr(stream.dataset, "load_state_dict"):
-            stream.dataset.load_state_dict(state)
-            self._samples = stream._read()
+        self._seen, dataset = seen, stream.dataset
+        if state is not None and hasattr(dataset, "load_state_dict"):
+            beginning = self._state()
+            dataset.load_state_dict(state)
+            # A dataset may begin every pass from the state that it has loaded.
+            self._samples = stream.read(lambda: dataset.load_state_dict(beginning))
         else:
-            self._samples = stream._read()
+            self._samples = stream.read()
             for _ in islice(self._samples, seen):
                 pass
         self._states = {seen: self._state()}
@@ -117,7 +130,8 @@ class StreamReader:
         return self._sample
 
     def _state(self) -> object:
-        return self._stream.dataset.state_dict() if hasattr(self._stream.dataset, "state_dict") else None
+        dataset = self._stream.dataset  # which may go on changing what it returns
+        return copy.deepcopy(dataset.state_dict()) if hasattr(dataset, "state_dict") else None
 
     def __next__(self) -> list[MicroBatch]:
         """Return the micro-batches of the next step."""

@@ -33,6 +33,8 @@ WHAT_TO_RETURN = (
     "such sums"
 )
 """Advice for a loss function that returns something else."""
+LARGEST_NDIM = 8
+"""Largest number of dims of the hidden states that stages exchange."""
 ONE_CALL = (
     "with layout.pipeline a loss function calls the model once, with what enters the first block's stage as "
     "first argument"
@@ -212,11 +214,12 @@ def _inputs_of_stage(stage: StageCall, inputs: tuple[object, ...]) -> tuple[obje
 
 
 def _checked_hidden(hidden: object, name: str) -> Tensor:
-    if isinstance(hidden, Tensor):
+    if isinstance(hidden, Tensor) and hidden.is_floating_point() and hidden.ndim <= LARGEST_NDIM:
         return hidden
     raise UserError(
         f"{name}.forward returned {_described(hidden)} on a pipeline stage before the last one; there it "
-        "must return one tensor, the hidden states, which the next stage gets as first argument"
+        "must return one tensor of floating-point numbers, the hidden states, which the next stage gets as "
+        "first argument"
     )
 
 

@@ -48,8 +48,8 @@ def find(name: str) -> type[Optimizer]:
         return _load(entry)
     if "." in name or ":" in name:
         return TorchClass
-    close = difflib.get_close_matches(name, names(), n=1, cutoff=0.6)
-    close += [TORCH_NAMES[name.lower()]] if name.lower() in TORCH_NAMES else []
+    close = [TORCH_NAMES[name.lower()]] if name.lower() in TORCH_NAMES else []
+    close += difflib.get_close_matches(name, names(), n=1, cutoff=0.6)
     known = f"; known are: {', '.join(names())}, and classes such as {EXAMPLE}"
     advice = f". Did you mean {' or '.join(map(repr, close))}?" if close else known
     raise UserError(f"optimizer.name = {shown(name)}: unknown optimizer{advice}")

@@ -35,6 +35,7 @@ from shardwise.data.batches import Batch
 from shardwise.errors import UserError
 from shardwise.models import Head, LossCall, LossSums, OfProgram, StageCall
 from shardwise.models.float8_products import ScaledProduct
+from shardwise.models.program_module import LARGEST_NDIM
 from shardwise.models.torch_dtypes import wide
 from shardwise.optim import local
 from shardwise.parallel.data import DataParallel
@@ -62,6 +63,7 @@ class _StageModule(nn.Module):
         else:
             more = {"targets": targets} if self.number == self.last else {}
             result = self.part(x, documents=documents, positions=self.positions, **more)
+        result = result.contiguous()  # torch's runtime sends it as it is
         # The sent tensor is freed after backward, so it must not share memory with the input.
         if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
             result = result.clone()
@@ -345,12 +347,12 @@ class Pipelined(ParallelModel):
             stage = module.number
             if stage > 0 and not self._has(stage - 1):
                 before = schedule.rank_of_stage[stage - 1]
-                header = torch.zeros(2 + _LARGEST_NDIM, dtype=torch.int64, device=self.comm.device)
+                header = torch.zeros(2 + LARGEST_NDIM, dtype=torch.int64, device=self.comm.device)
                 self.comm.receive(header, AXIS, before)
                 x = torch.empty_like(_described_by(header), device=self.comm.device)
                 self.comm.receive(x, AXIS, before)
             self._boundaries[stage] = torch.empty_like(x, device="meta")
-            x = module.part(call=replace(call, stage=StageCall(stage, last, x)))
+            x = module.part(call=replace(call, stage=StageCall(stage, last, x))).contiguous()
             self._boundaries[stage + 1] = torch.empty_like(x, device="meta")
             if stage < last and not self._has(stage + 1):
                 after = schedule.rank_of_stage[stage + 1]
@@ -391,13 +393,12 @@ class Pipelined(ParallelModel):
         return x if self._has(self.stages.last) else None
 
 
-_LARGEST_NDIM = 8
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _header(hidden: Tensor) -> Tensor:
     """Return the shape and the dtype of hidden states as numbers, to be sent before them."""
-    sizes = [*hidden.shape, *([0] * (_LARGEST_NDIM - hidden.ndim))]
+    sizes = [*hidden.shape, *([0] * (LARGEST_NDIM - hidden.ndim))]
     numbers = [_DTYPES.index(hidden.dtype), hidden.ndim, *sizes]
     return torch.tensor(numbers, dtype=torch.int64, device=hidden.device)
 

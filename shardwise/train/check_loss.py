@@ -100,15 +100,20 @@ def check_program_loss(training: Training, loss: LossFunction, samples: Samples,
     device = training.mesh.device
     dtype = DTYPES[training.plan.model.dtypes.compute]
     try:
+        batches = [
+            to_device(samples.collated(batch), device, dtype) for batch in ([sample], [sample, sample])
+        ]
+    except Exception:  # the same on all devices: the function wants larger batches
+        return
+    try:
         with _without_trace(training):
             (once, items), (twice, items_of_two) = (
-                _measured_sums(training, loss, to_device(samples.collated(batch), device, dtype), samples)
-                for batch in ([sample], [sample, sample])
+                _measured_sums(training, loss, batch, samples) for batch in batches
             )
     except UserError:
         raise
     except Exception:  # it may need gradients, or larger batches; the step itself shows what is wrong
-        if training.plan.layout.pipeline > 1:  # the other stages wait for this one
+        if training.plan.layout.pipeline * training.plan.layout.context > 1:  # others wait for this one
             raise
         return
     for name in once.keys() & twice.keys():

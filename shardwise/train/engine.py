@@ -13,6 +13,7 @@ import torch
 
 from shardwise.data.samples import Collate
 from shardwise.data.streams import samples_of
+from shardwise.errors import UserError
 from shardwise.models.program_module import LossFunction
 from shardwise.train.program_outputs import state_dict
 
@@ -77,6 +78,8 @@ class Engine:
         them, and the batch gets the `positions` of a device's tokens.
         """
         samples = None
+        if dataset is None and sequences:
+            raise UserError("engine.batches: sequences= is for a dataset of the program's own; leave it out")
         if dataset is not None:
             samples = samples_of("engine.batches", dataset, collate, workers, tuple(sequences))
         self._program.request("batches").choose_data(samples, global_batch, steps, epochs)

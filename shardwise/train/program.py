@@ -181,12 +181,13 @@ class Program:
         try:
             saved = _saved({"state": self.state, "data": state_of_data})
         except Exception:
-            for name, value in self.state.items():
+            values = {f"engine.state[{name!r}]": value for name, value in self.state.items()}
+            for name, value in {**values, "the state_dict() of the dataset": state_of_data}.items():
                 try:
                     _saved(value)
                 except Exception as error:
                     raise UserError(
-                        f"engine.state[{name!r}] is a {type(value).__name__} that cannot be saved: "
+                        f"{name} is a {type(value).__name__} that cannot be saved: "
                         f"{str(error).splitlines()[0]}; keep numbers, texts, tensors, and lists and "
                         "dictionaries of them"
                     ) from None
@@ -288,6 +289,12 @@ class Program:
                 "shardwise.next_token_loss; to use another loss, give engine.prepare a function that makes "
                 "the model"
             )
+        if loss is next_token_loss and training.plan.layout.context > 1:
+            raise UserError(
+                f"layout.context = {training.plan.layout.context}: shardwise.next_token_loss does not tell a "
+                "model of your own the positions of its tokens; write a loss function that passes "
+                'batch["positions"] to the model'
+            )
         rows, sums = training.config.train.global_batch, LossSums()
         calls = [LossCall(loss, self._on_this_device(part), part.first, sums) for part in parts]
         dtype = DTYPES[training.plan.model.dtypes.sums]
@@ -305,9 +312,10 @@ class Program:
         if isinstance(part, MicroBatch) and samples is not None:
             return with_positions(part.values, samples.sequences, parallel.positions, parallel.multiple)
         assert isinstance(part, Batch), "the data are those of the job"
-        part = parallel.local_batch(part)
-        values: dict[str, Tensor] = {"inputs": part.inputs, "targets": part.targets}
-        return values if part.documents is None else {**values, "documents": part.documents}
+        values = {"inputs": part.inputs, "targets": part.targets}
+        if part.documents is not None:
+            values["documents"] = part.documents
+        return with_positions(values, tuple(values), parallel.positions, parallel.multiple)
 
     def _names_of_losses(self, sums: LossSums) -> tuple[str, ...]:
         """Return the names of the losses in their order. Raise if ranks have losses of other names, whose
@@ -316,15 +324,16 @@ class Program:
         if training.plan.layout.pipeline > 1:  # only the last stage has losses
             names = names or self._names
             if not self._names:
-                names = max(map(tuple, training.peers.all_gather(names)), key=len)
+                different = {tuple(each) for each in training.peers.all_gather(names) if each}
+                names = min(different) if len(different) == 1 else names
         if names == self._names:
             return names
         point = f"losses {training.step} {names}"
         if training.mesh.missing_at(point, AGREE_SECONDS):
             raise UserError(
                 f"step {training.step + 1}: the loss function returned {', '.join(names)} on worker "
-                f"{training.mesh.worker.rank}, and other names on another one. Return the same names for "
-                "every batch, with a loss of 0 * … where one does not apply"
+                f"{training.mesh.worker.rank}, and other names on another one or in the step before. Return "
+                "the same names for every batch, with a loss of 0 * … where one does not apply"
             )
         return names
 
@@ -383,6 +392,11 @@ class Program:
             raise UserError("engine.evaluate: the dataset is empty")
         if self.asked.samples is not None:
             samples = replace(samples, sequences=self.asked.samples.sequences)
+        elif training.plan.layout.context > 1:
+            raise UserError(
+                "engine.evaluate: with layout.context it is for programs with a dataset of their own, whose "
+                "sequences engine.batches(..., sequences=…) names"
+            )
         self._agree("engine.evaluate")
         if self.link is not None:
             self.link.progress("evaluate", training.step)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.axes import LOSS_AXES, RANK_AXES
 from shardwise.data.samples import Samples, to_device, with_positions
+from shardwise.errors import UserError
 from shardwise.models import LossCall, LossSums, attention_backends
 from shardwise.models.program_module import LossFunction
 from shardwise.models.torch_dtypes import DTYPES
@@ -27,14 +28,17 @@ def means_over(
     the call that it names."""
     sums = LossSums()
     with attention_backends(training.mesh.device.type), training.parallel.evaluating():
-        for values, weight in _batches_of(training, samples):
+        for values, counts in _batches_of(training, samples):
             own = LossSums()
             training.parallel.loss(LossCall(function, values, 0, own))
-            sums.add({name: part * weight for name, part in own.parts.items()}, own.items * weight)
+            none = {name: torch.zeros_like(part) for name, part in own.parts.items()}
+            sums.add(*((own.parts, own.items) if counts else (none, 0.0)))
     names = sums.names
     if training.plan.layout.pipeline > 1:
         # only the last stage has results
         names = max(map(tuple, training.peers.all_gather(names)), key=len)
+    if not names:
+        raise UserError("engine.evaluate: the dataset is empty")
     agree(f"engine.evaluate with results {', '.join(names)}")
     numbers = training.comm.sum_over_data(sums.vector(names, training.mesh.device))
     for axis in LOSS_AXES:
@@ -45,9 +49,9 @@ def means_over(
     return {name: mean / (total or 1.0) for name, mean in zip(names, means, strict=True)}
 
 
-def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, float]]:
-    """Yield this device's batches of a dataset, with weight 1; and with weight 0 as many more as another
-    device may have, because all devices make the same number of forwards."""
+def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, bool]]:
+    """Yield this device's batches of a dataset, with True; and with False as many more as another device may
+    have, because all devices make the same number of forwards."""
     parallel, size = training.parallel, training.plan.micro_batch
     dtype = DTYPES[training.plan.model.dtypes.compute]
     for chunk in samples.chunks(size * training.plan.layout.data_parallel):
@@ -55,7 +59,7 @@ def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, flo
         values = samples.collated(chunk[start : start + size] or chunk[-1:])
         values = to_device(values, training.mesh.device, dtype)
         values = with_positions(values, samples.sequences, parallel.positions, parallel.multiple)
-        yield values, float(start < len(chunk))
+        yield values, start < len(chunk)
 
 
 def state_dict(training: Training) -> dict[str, Any]:

@@ -80,10 +80,14 @@ class Request:
             raise UserError(
                 "engine.batches: the program has a dataset, and the job a data.source; leave one out"
             )
-        if isinstance(samples, Stream) and steps is None:
+        if (
+            isinstance(samples, Stream)
+            and steps is None
+            and "steps" not in self.config.train.model_fields_set
+        ):
             raise UserError(
-                f"engine.batches: {type(samples.dataset).__name__} has no length; say how long to train with "
-                "steps=…"
+                f"engine.batches: {type(samples.dataset).__name__} is only iterated over; say how long to "
+                "train with steps=…"
             )
         if isinstance(samples, Stream) and samples.workers:
             raise UserError(

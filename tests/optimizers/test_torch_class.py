@@ -463,7 +463,10 @@ def test_a_table_is_written_and_read_again(own: Path) -> None:
         ),
         ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, "unexpected keyword argument 'weight_decay'"),
         ({"name": "torch.optim.NAdam", "weight_decay": -1.0}, "input should be greater than or equal to 0"),
-        ({"name": "nadam"}, "optimizer.name = 'nadam': unknown optimizer. Did you mean 'torch.optim.NAdam'?"),
+        (
+            {"name": "nadam"},
+            "'nadam': unknown optimizer. Did you mean 'torch.optim.NAdam' or 'adamw'?",
+        ),
         ({"name": "zzz"}, "known are: adamw, 1bit-adam, sgd, lion, and classes such as torch.optim.NAdam"),
         (
             {"name": "torch.optim.Rprop", "groups": {"*": {"weight_decay": 0.1}}},

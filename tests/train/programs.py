@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.config import Model
@@ -605,3 +606,15 @@ def adds_a_callback_late(engine: sw.Engine) -> None:
     engine.prepare(Net)
     for _ in engine.batches(Points(), global_batch=BATCH):
         engine.add_callback(Notes())
+
+
+def streams_batches(engine: sw.Engine) -> None:
+    streams(engine, DataLoader(Points()))
+
+
+def evaluates_an_empty_stream(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Walk(), global_batch=BATCH, steps=2):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        engine.evaluate(loss, Walk(0))

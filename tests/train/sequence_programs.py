@@ -153,6 +153,16 @@ def has_odd_sequences(engine: sw.Engine) -> None:
         engine.forward_backward(loss, batch)
 
 
+def has_positions_already(engine: sw.Engine) -> None:
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}
+        return {**batch, "positions": torch.arange(LENGTH)}
+
+    engine.prepare(Language, sharding=TABLE)
+    for batch in engine.batches(Sums(), global_batch=BATCH, sequences=("x", "y"), collate=collate):
+        engine.forward_backward(loss, batch)
+
+
 def has_other_lengths(engine: sw.Engine) -> None:
     """The second step has shorter sequences."""
     engine.prepare(Language, sharding=TABLE)

@@ -140,6 +140,7 @@ MISTAKES = [
     ("trains", {"pipeline": 8}, "model.layers = 4 makes at most 4 stages"),
     ("names_no_sequences", {"context": 2}, "name them, as in engine.batches(..., sequences="),
     ("names_other_sequences", {"context": 2}, "the batch's entry 'z' is missing; it has x, y"),
+    ("has_positions_already", {"context": 2}, "the batch has an entry 'positions'"),
     ("has_odd_sequences", {"context": 2}, "a sequence of 15 tokens cannot be shared"),
     ("has_other_lengths", {"pipeline": 2}, "With layout.pipeline all micro-batches have one shape"),
 ]

@@ -4,11 +4,13 @@ where it stood."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from train.programs import BATCH, Net, Points, StatefulWalk, Walk, loss
 
 import shardwise as sw
@@ -58,6 +60,29 @@ def test_a_reader_goes_on_where_another_one_stood(dataset: type[Walk]) -> None:
     assert read(Stream(dataset(10)), 4, seen=12, state=state) == expected[3:]
 
 
+class BeginsWhereItWasLoaded(StatefulWalk):
+    """Begins every pass from the state that it has loaded, as Hugging Face's iterable datasets do."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.loaded = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.place = self.loaded
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["place"]
+
+
+@pytest.mark.parametrize("dataset", [StatefulWalk, BeginsWhereItWasLoaded])
+@pytest.mark.parametrize("seen", [4, 8, 12])
+def test_a_state_inside_and_at_the_end_of_a_pass(dataset: type[StatefulWalk], seen: int) -> None:
+    """A pass has 8 samples."""
+    expected = read(Stream(Walk(8)), 8)
+    assert read(Stream(dataset(8)), 5, seen=seen, state={"place": seen % 8 or 8}) == expected[seen // 4 :][:5]
+
+
 def test_a_state_is_used_instead_of_reading_again() -> None:
     dataset = StatefulWalk()
     expected = read(Stream(StatefulWalk()), 9)[8:]
@@ -105,9 +130,11 @@ def test_a_program_on_a_stream_that_is_killed_goes_on_to_the_same_bits(tmp_path:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("streams_without_steps", "Walk has no length; say how long to train with steps="),
+        ("streams_without_steps", "Walk is only iterated over; say how long to train with steps="),
         ("streams_with_workers", "workers=2 read by number, and Walk is only iterated over"),
         ("streams_an_iterator", "generator is no dataset; give one with __len__ and __getitem__"),
+        ("streams_batches", "this is a DataLoader, which makes batches already; give its dataset"),
+        ("evaluates_an_empty_stream", "engine.evaluate: the dataset is empty"),
         ("streams_nothing", "Walk yields no samples"),
     ],
 )
