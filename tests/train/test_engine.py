@@ -280,7 +280,7 @@ MISTAKES = {
     "ends_before_its_loop": r"the program ended before its first batch; call engine.prepare",
     "prepares_nothing": "the program has no model; call engine.prepare",
     "prepares_no_module": r"engine.prepare: the function returned a dict; it must return a torch.nn.Module",
-    "has_samples_in_a_generator": "generator has no __len__ and __getitem__; give a map-style dataset",
+    "has_samples_in_a_generator": "generator is no dataset; give one with __len__ and __getitem__, or one",
     "prepares_an_instance": "engine.prepare: got a Net; give the function that makes the model",
     "has_a_complex_weight": "the weight phase is complex, and weights are real numbers",
     "misspells_a_setting": "what the program asks for has 1 problem.*wd: Extra inputs are not permitted",
