@@ -391,7 +391,7 @@ def state_of(folder: Path) -> Any:
     """The program's own values in the newest checkpoint."""
     newest = max(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name.partition("-")[2]))
     saved = Contents.open(newest).read(StateKey.program())
-    return torch.load(io.BytesIO(bytes(saved.numpy())), weights_only=True)
+    return torch.load(io.BytesIO(bytes(saved.numpy())), weights_only=True)["state"]
 
 
 STEPS_OF_DRILL = 160
@@ -475,8 +475,8 @@ def test_a_tied_weight_leaves_under_each_of_its_names(ranks: Any, tmp_path: Path
 
 def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
     for axis, why in (
-        ("pipeline", "cannot be cut into stages"),
-        ("context", "samples of a program are sequences"),
+        ("pipeline", "names no `blocks` to cut into stages"),
+        ("context", "it is not known which parts of a batch are sequences"),
     ):
         with pytest.raises(UserError, match=re.escape(f"layout.{axis} = 2") + f".*{why}"):
             sw.verify(f"{PROGRAMS}:trains", layout={axis: 2, "data": 1})
