@@ -36,8 +36,7 @@ WHAT_TO_RETURN = (
 LARGEST_NDIM = 8
 """Largest number of dims of the hidden states that stages exchange."""
 ONE_CALL = (
-    "with layout.pipeline a loss function calls the model once, with what enters the first block's stage as "
-    "first argument"
+    "with layout.pipeline a loss function calls the model itself, once, with its input as first argument"
 )
 """What a pipeline asks of a loss function."""
 _factories: list[Callable[[], object]] = []
@@ -153,10 +152,7 @@ class OfProgram(Replacement):
         except _StageEnded as ended:
             return _checked_hidden(ended.hidden, self.adapted_name)
         if stage is not None and not stage.made:
-            raise UserError(
-                f"{_name(call.loss)} did not call the model; {ONE_CALL}, and not parts of the model by "
-                "themselves"
-            )
+            raise UserError(f"{_name(call.loss)} did not call the model; {ONE_CALL}")
         parts, items = checked_result(result, call.loss)
         dtype = wide(self.program_dtype)
         call.sums.add(parts, items)

@@ -398,6 +398,7 @@ STEPS_OF_DRILL = 160
 """On a fast machine, half a second of steps must follow the fault."""
 
 
+@pytest.mark.full
 def test_a_killed_program_goes_on_to_the_same_bits_its_own_values_too(tmp_path: Path) -> None:
     drill = sw.drill(
         f"{PROGRAMS}:counts_in_state",

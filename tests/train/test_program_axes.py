@@ -118,6 +118,7 @@ def test_all_axes_of_a_program_are_proven_in_one_product() -> None:
     assert proof.to_json()["world"] == 8
 
 
+@pytest.mark.full
 def test_a_program_on_stages_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     drill = sw.drill(
         f"{PROGRAMS}:trains",

@@ -109,9 +109,10 @@ def test_a_program_on_a_stream_trains_the_same_on_any_number_of_devices(tmp_path
     total, items = loss(
         Net().double(), {**batch, "x": batch["x"].double(), "weight": batch["weight"].double()}
     )
-    assert losses[0][0] == pytest.approx(float(total / items), rel=1e-12)
+    assert losses[0][0] == pytest.approx((total / items).item(), rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", ["streams", "streams_with_state"])
 def test_a_program_on_a_stream_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, program: str) -> None:
     drill = sw.drill(
