@@ -65,19 +65,9 @@ class Samples:
         for first in range(0, self.count(), size):
             yield [self.dataset[index] for index in range(first, min(first + size, self.count()))]
 
-    def reader(
-        self,
-        global_batch: int,
-        rows: range,
-        micro_batches: int,
-        device: torch.device,
-        seen: int,
-        dtype: torch.dtype,
-        state: object,
-    ) -> Reader:
-        """Return a reader of this device's micro-batches, from the place in the run where it has seen this
-        many samples. It needs no `state`."""
-        return SampleReader(self, global_batch, rows, micro_batches, device, seen, dtype)
+    def reader(self, reading: Reading) -> Reader:
+        """Return a reader of a device's micro-batches. It needs no state of the dataset."""
+        return SampleReader(self, reading)
 
     def indices(self, first: int, count: int) -> list[int]:
         """Return the numbers in the dataset of samples that follow each other in the run."""
@@ -100,6 +90,23 @@ class MicroBatch:
     """Sum of the checksums of the samples' numbers in the dataset."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Which samples a device reads, and where it begins."""
+
+    global_batch: int
+    rows: range
+    """The samples of this device in each global batch."""
+    micro_batches: int
+    """Number of micro-batches that they are divided into."""
+    device: torch.device
+    dtype: torch.dtype
+    seen: int = 0
+    """Number of samples that the run has seen."""
+    state: object = None
+    """State of the dataset at that place, if one was saved."""
+
+
 class Reader(Protocol):
     """Yields a device's micro-batches, step after step without end."""
 
@@ -114,20 +121,10 @@ class Reader(Protocol):
 
 
 class SampleReader:
-    """Reads samples by number."""
+    """Reads the samples of a dataset that returns each by its number."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        global_batch: int,
-        rows: range,
-        micro_batches: int,
-        device: torch.device,
-        seen: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._samples, self._global_batch, self._rows = samples, global_batch, rows
-        self._micro_batches, self._device, self._seen, self._dtype = micro_batches, device, seen, dtype
+    def __init__(self, samples: Samples, reading: Reading) -> None:
+        self._samples, self._reading, device = samples, reading, reading.device
         if samples.workers:
             # A worker is a daemon of its host, and Python lets a daemon start no processes. Those of the
             # loader are daemons too, and end when they see that this process has ended.
@@ -145,9 +142,10 @@ class SampleReader:
 
     def _parts(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the number in the run of the first sample of each micro-batch, and its indices."""
+        reading = self._reading
         for step in itertools.count():
-            first = self._seen + step * self._global_batch + self._rows.start
-            for part in split_evenly(len(self._rows), self._micro_batches):
+            first = reading.seen + step * reading.global_batch + reading.rows.start
+            for part in split_evenly(len(reading.rows), reading.micro_batches):
                 yield first + part.start, self._samples.indices(first + part.start, len(part))
 
     def indices_of_batches(self) -> Iterator[list[int]]:
@@ -165,9 +163,9 @@ class SampleReader:
     def __next__(self) -> list[MicroBatch]:
         """Return the micro-batches of the next step."""
         batches = []
-        for _ in range(self._micro_batches):
+        for _ in range(self._reading.micro_batches):
             first, indices = next(self._places)
-            values = to_device(next(self._values), self._device, self._dtype)
+            values = to_device(next(self._values), self._reading.device, self._reading.dtype)
             batches.append(MicroBatch(values, first, checksum(indices)))
         return batches
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.batches import split_evenly
-from shardwise.data.samples import Collate, MicroBatch, Reader, Samples, checksum, to_device
+from shardwise.data.samples import Collate, MicroBatch, Reader, Reading, Samples, checksum, to_device
 from shardwise.errors import UserError
 
 
@@ -37,19 +36,9 @@ class Stream(Samples):
         while chunk := list(islice(samples, size)):
             yield chunk
 
-    def reader(
-        self,
-        global_batch: int,
-        rows: range,
-        micro_batches: int,
-        device: torch.device,
-        seen: int,
-        dtype: torch.dtype,
-        state: object,
-    ) -> Reader:
-        """Return a reader of this device's micro-batches, from the place in the run where it has seen this
-        many samples. `state` is the dataset's at that place, if one was saved."""
-        return StreamReader(self, global_batch, rows, micro_batches, device, seen, dtype, state)
+    def reader(self, reading: Reading) -> Reader:
+        """Return a reader of a device's micro-batches."""
+        return StreamReader(self, reading)
 
     def read(self, before_second_pass: Callable[[], None] | None = None) -> Iterator[Any]:
         """Yield samples without end. `before_second_pass` is called after a first pass that begins somewhere
@@ -93,22 +82,11 @@ def samples_of(
 
 
 class StreamReader:
-    """Reads samples one after the other."""
+    """Reads the samples of a dataset that is iterated over."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        global_batch: int,
-        rows: range,
-        micro_batches: int,
-        device: torch.device,
-        seen: int,
-        dtype: torch.dtype,
-        state: object,
-    ) -> None:
-        self._stream, self._global_batch, self._rows = stream, global_batch, rows
-        self._micro_batches, self._device, self._dtype = micro_batches, device, dtype
-        self._seen, dataset = seen, stream.dataset
+    def __init__(self, stream: Stream, reading: Reading) -> None:
+        self._stream, self._reading = stream, reading
+        self._seen, dataset, state = reading.seen, stream.dataset, reading.state
         if state is not None and hasattr(dataset, "load_state_dict"):
             beginning = self._state()
             dataset.load_state_dict(state)
@@ -116,9 +94,9 @@ class StreamReader:
             self._samples = stream.read(lambda: dataset.load_state_dict(beginning))
         else:
             self._samples = stream.read()
-            for _ in islice(self._samples, seen):
+            for _ in islice(self._samples, reading.seen):
                 pass
-        self._states = {seen: self._state()}
+        self._states = {reading.seen: self._state()}
         self._sample: Any = None
 
     def state_at(self, seen: int) -> object:
@@ -135,15 +113,16 @@ class StreamReader:
 
     def __next__(self) -> list[MicroBatch]:
         """Return the micro-batches of the next step."""
-        samples = list(islice(self._samples, self._global_batch))
+        reading = self._reading
+        samples = list(islice(self._samples, reading.global_batch))
         self._sample, batches = samples[-1], []
-        for part in split_evenly(len(self._rows), self._micro_batches):
-            places = range(self._rows.start + part.start, self._rows.start + part.stop)
+        for part in split_evenly(len(reading.rows), reading.micro_batches):
+            places = range(reading.rows.start + part.start, reading.rows.start + part.stop)
             values = self._stream.collated([samples[place] for place in places])
             numbers = [self._seen + place for place in places]
-            values = to_device(values, self._device, self._dtype)
+            values = to_device(values, reading.device, reading.dtype)
             batches.append(MicroBatch(values, numbers[0], checksum(numbers)))
-        self._seen += self._global_batch
+        self._seen += reading.global_batch
         # The states before and after this step's samples: a save may be of either.
         last = max(self._states)
         self._states = {last: self._states[last], self._seen: self._state()}

@@ -115,7 +115,7 @@ class DeviceReport:
 
     @property
     def failed(self) -> list[Row]:
-        """The rows that failed."""
+        """Return the rows of the checks that failed."""
         return [row for row in self.rows if row.state == "fail"]
 
     def to_json(self) -> Json:

@@ -70,12 +70,11 @@ class Engine:
     ) -> Iterator[StepBatch]:
         """Yield this worker's part of each global batch, from the step where the run stands to the last one.
 
-        `dataset` has `__len__` and `__getitem__`, or is iterated over (data/streams.py); left out, the data
-        are those of the job. `collate` makes a
-        batch of a list of samples, by default as torch's `DataLoader` does. The run makes `steps` steps, or
-        passes `epochs` times through the data (1 by default). `workers` processes read ahead. `sequences`
-        names the entries of a batch that are sequences in their dim 1: the devices of the context axis share
-        them, and the batch gets the `positions` of a device's tokens.
+        `dataset` has `__len__` and `__getitem__`, or only `__iter__`; left out, the data are those of the
+        job. `collate` makes a batch of a list of samples, by default as torch's `DataLoader` does. The run
+        makes `steps` steps, or passes `epochs` times through the data (1 by default). `workers` processes
+        read ahead. `sequences` names the entries of a batch that are sequences in their dim 1: the devices of
+        the context axis share them, and the batch gets the `positions` of a device's tokens.
         """
         samples = None
         if dataset is None and sequences:
@@ -159,7 +158,7 @@ class Engine:
 
     @property
     def world(self) -> int:
-        """Number of workers."""
+        """Return the number of workers of the run."""
         return self._program.present().mesh.worker.world
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.config import Config
 from shardwise.data.batches import Batch
-from shardwise.data.samples import MicroBatch, Reader, Samples, with_positions
+from shardwise.data.samples import MicroBatch, Reader, Reading, Samples, with_positions
 from shardwise.data.streams import Stream
 from shardwise.errors import UserError
 from shardwise.models import LossCall, LossSums, attention_backends
@@ -119,15 +119,16 @@ class Program:
         if samples is None:
             self._rows = RankRows(training)
             return
-        self._samples_reader = samples.reader(
+        reading = Reading(
             global_batch=config.train.global_batch,
             rows=training.shares.of(training.mesh.data_index),
             micro_batches=plan.accumulation,
             device=training.mesh.device,
-            seen=training.sequences,
             dtype=DTYPES[plan.model.dtypes.compute],
+            seen=training.sequences,
             state=self._state_of_data,
         )
+        self._samples_reader = samples.reader(reading)
 
     def next_gradients(self) -> StepGradients:
         """Let the program compute the gradients of the next step, and return them."""

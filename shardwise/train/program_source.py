@@ -128,5 +128,5 @@ class ProgramSource:
         self._program.finish()
 
     def close(self) -> None:
-        """End the program."""
+        """End the program where it waits, and its thread."""
         self._program.leave()

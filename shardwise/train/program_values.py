@@ -51,7 +51,7 @@ class Metrics(Mapping[str, float]):
         return len(self._known())
 
     def fill(self, values: dict[str, float]) -> None:
-        """Set the numbers."""
+        """Set the numbers, which the program can read from now on."""
         self._values = values
 
     def __repr__(self) -> str:

@@ -102,7 +102,7 @@ class RankRows:
         return {}
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Do nothing, because nothing follows the last step."""
 
     def close(self) -> None:
         """End the thread that reads batches."""

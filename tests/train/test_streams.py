@@ -14,6 +14,7 @@ from torch import Tensor
 from train.programs import BATCH, Net, Points, StatefulWalk, Walk, loss
 
 import shardwise as sw
+from shardwise.data.samples import Reading
 from shardwise.data.streams import Stream
 from shardwise.errors import UserError
 
@@ -25,7 +26,7 @@ def read(
     stream: Stream, steps: int, seen: int = 0, state: object = None, rows: range = range(4)
 ) -> list[list[float]]:
     """The sums of the samples of each step that a device with these rows reads, in two micro-batches."""
-    reader = stream.reader(4, rows, 2, CPU, seen, torch.float32, state)
+    reader = stream.reader(Reading(4, rows, 2, CPU, torch.float32, seen, state))
     return [[float(part.values["x"].sum()) for part in next(reader)] for _ in range(steps)]
 
 
@@ -52,7 +53,7 @@ def test_a_stream_that_ends_begins_again_and_devices_share_each_batch() -> None:
 def test_a_reader_goes_on_where_another_one_stood(dataset: type[Walk]) -> None:
     """One batch ahead of the step that was saved."""
     expected = read(Stream(dataset(10)), 7)
-    reader = Stream(dataset(10)).reader(4, range(4), 2, CPU, 0, torch.float32, None)
+    reader = Stream(dataset(10)).reader(Reading(4, range(4), 2, CPU, torch.float32))
     for _ in islice(iter(reader.__next__, None), 4):
         pass
     state = reader.state_at(12)
