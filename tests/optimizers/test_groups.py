@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers.cases import ONE, ZERO, check_sparse_rows
 from ranks.jobs import ALONE, LLAMA, Tables, on_one_device, start, worst_difference
 from ranks.layouts import EXACT, LAYOUTS, tables_of
 from ranks.pool import Pool
@@ -31,7 +32,6 @@ from shardwise.train.changes import changes
 from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
-ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 TABLES = ("embedding.weight", "positions.weight")
 RATES = ((0.1, 1.0), (0.05, 3.7), (0.2, 1234.5))
 GROUPS: dict[str, dict[str, float]] = {
@@ -121,19 +121,8 @@ def test_states_in_bfloat16_move_by_their_factor(name: str) -> None:
 def test_rows_of_a_sparse_gradient_are_updated_as_those_of_a_dense_one(name: str, shared: bool) -> None:
     if shared and not from_table({"name": name}).lock_free:
         pytest.skip("refused without a lock")
-    sparse, dense = (nn.Embedding(9, 5, sparse=flag, dtype=torch.float64) for flag in (True, False))
-    dense.load_state_dict(sparse.state_dict())
-    settings = from_table({"name": name, "groups": {"w*": {"lr_factor": 0.3, "weight_decay": 0.1}}})
-    optimizers = [make_optimizer(table.named_parameters(), settings) for table in (sparse, dense)]
-    for factor in (1.0, -2.0, 3.0):
-        for table, optimizer in zip((sparse, dense), optimizers, strict=True):
-            table.zero_grad()
-            (table(torch.tensor([1, 4, 4, 7])).sin().sum() * factor).backward()
-            if table.sparse:
-                table.weight.grad = table.weight.grad.coalesce()
-            update(optimizer, 0.1, 3 * ONE.double(), ZERO, shared=shared and table.sparse)
-    looked_up = [1, 4, 7]
-    torch.testing.assert_close(sparse.weight[looked_up], dense.weight[looked_up], rtol=1e-12, atol=1e-12)
+    groups = {"w*": {"lr_factor": 0.3, "weight_decay": 0.1}}
+    check_sparse_rows(from_table({"name": name, "groups": groups}), shared)
 
 
 def test_the_last_pattern_that_gives_a_setting_decides() -> None:

@@ -9,29 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers.cases import ONE, ZERO, check_bfloat16_states, check_sparse_rows, check_uneven_pieces
 from ranks.jobs import LLAMA, on_one_device, worst_difference
 from ranks.layouts import EXACT, LAYOUTS, tables_of
 from ranks.pool import Pool
 from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.config import Layout, Model, from_tables
+from shardwise.config import Model, from_tables
 from shardwise.errors import ConfigError, UserError
-from shardwise.mesh import Worker, join
 from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
 from shardwise.optimizers import SGD, AdamW, Lion, Optimizer
 from shardwise.optimizers.base import NORM_NUMBERS
-from shardwise.parallel.placement import local_slices
 from shardwise.plans import choose
 from shardwise.proof.plain_torch import check_known
 from shardwise.proof.prove import prove
 from shardwise.search.interval import plan_checkpoints
 from shardwise.search.search import workload_of
 
-ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 TABLES = ("embedding.weight", "positions.weight")
 RATES = ((0.1, 1.0), (0.05, 3.7), (0.2, 1234.5))
 """The learning rate of each step, and what its gradients are divided by."""
@@ -129,18 +126,7 @@ def test_a_skipped_update_changes_no_bit(settings: Optimizer, dtype: torch.dtype
 
 @every_optimizer
 def test_states_in_bfloat16_move_as_far_as_in_float32(settings: Optimizer) -> None:
-    """By updates that are smaller than the distance of 1 to its neighbours."""
-    moved = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = nn.Parameter(torch.ones(512, dtype=dtype))
-        optimizer = make_optimizer([("norm.weight", weight)], settings)
-        for _ in range(30):
-            weight.grad = torch.where(torch.arange(512) % 2 == 0, 0.25, -0.25).to(dtype)
-            update(optimizer, 1e-3, ONE, ZERO)
-        moved[dtype] = weight.detach().double() - 1
-    for pulled in (0, 1):
-        exact, rounded = (float(distance[pulled::2].mean()) for distance in moved.values())
-        assert rounded == pytest.approx(exact, rel=0.1)
+    check_bfloat16_states(settings)
 
 
 @pytest.mark.parametrize("name", ["sgd", "lion"])
@@ -148,32 +134,7 @@ def test_states_in_bfloat16_move_as_far_as_in_float32(settings: Optimizer) -> No
 def test_uneven_pieces_are_updated_as_the_whole_is(
     ranks: Callable[[int], Pool], name: str, dtype: torch.dtype
 ) -> None:
-    weight, gradient = matrices(dtype)
-    alone = nn.Parameter(weight)
-    alone.grad = gradient
-    optimizer = make_optimizer([("w", alone)], SETTINGS[name])
-    for _ in range(3):
-        update(optimizer, 0.01, ONE.to(dtype), ZERO)
-    for found in ranks(2).run(step_of_pieces, name, dtype):
-        assert torch.equal(found, alone.detach())
-
-
-def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    weight, gradient = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator).to(dtype)
-    return weight, gradient
-
-
-def step_of_pieces(worker: Worker, name: str, dtype: torch.dtype) -> Tensor:
-    """Five columns on two ranks."""
-    device_mesh = join(worker, Layout(data=1, tensor=2)).sub("tensor")
-    weight, gradient = (distribute_tensor(part, device_mesh, [Shard(1)]) for part in matrices(dtype))
-    parameter = nn.Parameter(weight)
-    parameter.grad = gradient
-    optimizer = make_optimizer([("w", parameter)], SETTINGS[name], slices_of=local_slices)
-    for _ in range(3):
-        update(optimizer, 0.01, ONE.to(dtype), ZERO)
-    return parameter.detach().full_tensor()
+    check_uneven_pieces(ranks(2), SETTINGS[name], dtype)
 
 
 @every_optimizer
@@ -181,20 +142,7 @@ def step_of_pieces(worker: Worker, name: str, dtype: torch.dtype) -> Tensor:
 def test_rows_of_a_sparse_gradient_are_updated_as_those_of_a_dense_one(
     settings: Optimizer, shared: bool
 ) -> None:
-    sparse, dense = (nn.Embedding(9, 5, sparse=flag, dtype=torch.float64) for flag in (True, False))
-    dense.load_state_dict(sparse.state_dict())
-    before = sparse.weight.detach().clone()
-    optimizers = [make_optimizer(table.named_parameters(), settings) for table in (sparse, dense)]
-    for factor in (1.0, -2.0, 3.0):
-        for table, optimizer in zip((sparse, dense), optimizers, strict=True):
-            table.zero_grad()
-            (table(torch.tensor([1, 4, 4, 7])).sin().sum() * factor).backward()
-            if table.sparse:
-                table.weight.grad = table.weight.grad.coalesce()
-            update(optimizer, 0.1, 3 * ONE.double(), ZERO, shared=shared and table.sparse)
-    looked_up, others = [1, 4, 7], [0, 2, 3, 5, 6, 8]
-    torch.testing.assert_close(sparse.weight[looked_up], dense.weight[looked_up], rtol=1e-12, atol=1e-12)
-    assert torch.equal(sparse.weight[others], before[others])
+    check_sparse_rows(settings, shared)
 
 
 # -- every layout --------------------------------------------------------------------------------------------

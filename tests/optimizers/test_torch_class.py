@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers.cases import ONE, ZERO, check_bfloat16_states, check_sparse_rows, check_uneven_pieces
 from ranks.jobs import ALONE, LLAMA, Tables, on_one_device, put_together, start, worst_difference
 from ranks.layouts import EXACT, LAYOUTS, tables_of
 from ranks.pool import Pool
@@ -32,7 +33,6 @@ from shardwise.train.build import restore, save
 from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
-ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 TABLES = ("embedding.weight", "positions.weight")
 RATES = ((0.1, 1.0), (0.05, 3.7), (0.2, 1234.5), (0.02, 2.0))
 """The learning rate of each step, and what its gradients are divided by."""
@@ -130,18 +130,7 @@ def test_a_skipped_update_changes_no_bit(name: str, dtype: torch.dtype, before: 
 
 @pytest.mark.parametrize("name", ["NAdam", "RMSprop", "SGD", "Adagrad"])
 def test_states_in_bfloat16_move_as_far_as_in_float32(name: str) -> None:
-    """By updates that are smaller than the distance of 1 to its neighbours."""
-    moved = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = nn.Parameter(torch.ones(512, dtype=dtype))
-        optimizer = make_optimizer([("norm.weight", weight)], settings_of(name))
-        for _ in range(30):
-            weight.grad = torch.where(torch.arange(512) % 2 == 0, 0.25, -0.25).to(dtype)
-            update(optimizer, 1e-3, ONE, ZERO)
-        moved[dtype] = weight.detach().double() - 1
-    for pulled in (0, 1):
-        exact, rounded = (float(distance[pulled::2].mean()) for distance in moved.values())
-        assert rounded == pytest.approx(exact, rel=0.1)
+    check_bfloat16_states(settings_of(name))
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Rprop", "SGD"])
@@ -149,32 +138,7 @@ def test_states_in_bfloat16_move_as_far_as_in_float32(name: str) -> None:
 def test_uneven_pieces_are_updated_as_the_whole_is(
     ranks: Callable[[int], Pool], name: str, dtype: torch.dtype
 ) -> None:
-    weight, gradient = matrices(dtype)
-    alone = nn.Parameter(weight)
-    alone.grad = gradient.clone()
-    optimizer = make_optimizer([("w", alone)], settings_of(name))
-    for _ in range(3):
-        update(optimizer, 0.01, ONE.to(dtype), ZERO)
-    for found in ranks(2).run(step_of_pieces, name, dtype):
-        assert torch.equal(found, alone.detach())
-
-
-def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    weight, gradient = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator).to(dtype)
-    return weight, gradient
-
-
-def step_of_pieces(worker: Worker, name: str, dtype: torch.dtype) -> Tensor:
-    """Five columns on two ranks."""
-    device_mesh = join(worker, Layout(data=1, tensor=2)).sub("tensor")
-    weight, gradient = (distribute_tensor(part, device_mesh, [Shard(1)]) for part in matrices(dtype))
-    parameter = nn.Parameter(weight)
-    parameter.grad = gradient
-    optimizer = make_optimizer([("w", parameter)], settings_of(name), slices_of=local_slices)
-    for _ in range(3):
-        update(optimizer, 0.01, ONE.to(dtype), ZERO)
-    return parameter.detach().full_tensor()
+    check_uneven_pieces(ranks(2), settings_of(name), dtype)
 
 
 def test_an_empty_shard_counts_its_single_numbers_too(ranks: Callable[[int], Pool]) -> None:
@@ -202,20 +166,7 @@ def test_rows_of_a_sparse_gradient_are_updated_as_those_of_a_dense_one(name: str
     settings = settings_of(name)
     if not settings.from_zeros:
         pytest.skip("refused for sparse gradients")
-    sparse, dense = (nn.Embedding(9, 5, sparse=flag, dtype=torch.float64) for flag in (True, False))
-    dense.load_state_dict(sparse.state_dict())
-    before = sparse.weight.detach().clone()
-    optimizers = [make_optimizer(table.named_parameters(), settings) for table in (sparse, dense)]
-    for factor in (1.0, -2.0, 3.0):
-        for table, optimizer in zip((sparse, dense), optimizers, strict=True):
-            table.zero_grad()
-            (table(torch.tensor([1, 4, 4, 7])).sin().sum() * factor).backward()
-            if table.sparse:
-                table.weight.grad = table.weight.grad.coalesce()
-            update(optimizer, 0.1, 3 * ONE.double(), ZERO)
-    looked_up, others = [1, 4, 7], [0, 2, 3, 5, 6, 8]
-    torch.testing.assert_close(sparse.weight[looked_up], dense.weight[looked_up], rtol=1e-12, atol=1e-12)
-    assert torch.equal(sparse.weight[others], before[others])
+    check_sparse_rows(settings)
 
 
 def test_classes_whose_states_do_not_begin_as_zeros_are_known() -> None:
