@@ -21,7 +21,7 @@ from typing import Any
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.limits import limits_set
-from shardwise.resilience.fork_server import without_main
+from shardwise.resilience.fork_server import ensure_server, without_main
 
 FREE_PORTS = range(10_000, 32_768)
 """Ports that anybody may listen on, below those that Linux gives to outgoing connections."""
@@ -64,6 +64,7 @@ def fork_process(
     rank: int, target: Callable[..., None], arguments: Sequence[object], folder: Path
 ) -> ForkedProcess:
     """Start `target(pipe, *arguments)` in a process of its own, whose log is in this folder."""
+    ensure_server()  # else multiprocessing would start it, and a signal to stop would end it
     context = multiprocessing.get_context("forkserver")
     parent_pipe, child_pipe = context.Pipe()
     log = folder / f"rank-{rank}.log"

@@ -27,6 +27,7 @@ from shardwise.checkpoint import checkpoints, step_of
 from shardwise.checkpoint.save import state_of
 from shardwise.checkpoint.state_key import StateKind
 from shardwise.checkpoint.tensor_files import Contents, faults
+from shardwise.resilience.fork_server import start_server
 from shardwise.train.build import Training, restore, save
 from shardwise.train.resume import resume_of
 from shardwise.train.steps import steps
@@ -65,8 +66,8 @@ def digest_in_memory(training: Training) -> str:
 
 
 def kill_during_a_save(tables: Tables, background: bool, draw: random.Random) -> None:
+    start_server(["shardwise.train.steps"])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardwise.train.steps"])
     saving = context.Value(c_int, 0, lock=False)
     process = context.Process(target=train_until_killed, args=(tables, background, saving), daemon=True)
     process.start()

@@ -210,11 +210,36 @@ def packed(value: Any) -> bytes:
     return file.getvalue()
 
 
+def _wait_for_peers(world: int) -> None:
+    """Wait until every rank has returned, or one has failed. A rank whose last call created a group could
+    otherwise close its connections while a slower rank still makes its own."""
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return
+    store = distributed.distributed_c10d._get_default_store()
+    store.add("returned", 1)
+    deadline = time.monotonic() + GRACE
+    while store.add("returned", 0) < world and not store.add("raised", 0) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _tell_peers() -> None:
+    """Let peers that have returned wait no longer, because this rank has failed."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.distributed_c10d._get_default_store().add("raised", 1)
+
+
 def _answer(worker: Worker, task: bytes) -> bytes:
     try:
         case, arguments = pickle.loads(task)
-        return packed(_Returned(case(worker, *arguments)))
+        answer = packed(_Returned(case(worker, *arguments)))
+        _wait_for_peers(worker.world)
+        return answer
     except BaseException as error:  # whatever it is, it belongs to the test
+        _tell_peers()
         return pickle.dumps(_Raised(worker.rank, error))
     finally:
         leave()  # peers that wait for this rank then fail at once
