@@ -100,6 +100,8 @@ class Rounding:
         rows, columns = tensors[0].shape
         height, width = max(1, CHUNK // columns), min(columns, CHUNK)
         corners = [(top, left) for top in range(0, rows, height) for left in range(0, columns, width)]
+        if piece.scalars and not corners:
+            corners = [(0, 0)]  # an empty piece, whose single numbers advance all the same
         blocks = []
         for top, left in corners:
             parts = (tensor[top : top + height, left : left + width] for tensor in tensors)

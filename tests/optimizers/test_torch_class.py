@@ -12,7 +12,7 @@ import pytest
 import torch
 from optimizers.cases import ONE, ZERO, check_bfloat16_states, check_sparse_rows, check_uneven_pieces
 from ranks.jobs import ALONE, LLAMA, Tables, on_one_device, put_together, start, worst_difference
-from ranks.layouts import EXACT, LAYOUTS, tables_of
+from ranks.layouts import EXACT, LAYOUTS, SOME_LAYOUTS, tables_of
 from ranks.pool import Pool
 from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor, nn
@@ -141,19 +141,22 @@ def test_uneven_pieces_are_updated_as_the_whole_is(
     check_uneven_pieces(ranks(2), settings_of(name), dtype)
 
 
-def test_an_empty_shard_counts_its_single_numbers_too(ranks: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_an_empty_shard_counts_its_single_numbers_too(
+    ranks: Callable[[int], Pool], dtype: torch.dtype
+) -> None:
     """A checkpoint may take the number from any rank."""
-    for count, product in ranks(2).run(numbers_of_one_row):
-        alone = nn.Parameter(torch.ones(1, 3, dtype=torch.float64))
+    for count, product in ranks(2).run(numbers_of_one_row, dtype):
+        alone = nn.Parameter(torch.ones(1, 3, dtype=dtype))
         alone.grad = torch.ones_like(alone)
         optimizer = make_optimizer([("w", alone)], settings_of("NAdam"))
         update(optimizer, 0.01, ONE.double(), ZERO)
         assert (count, product) == (1.0, float(optimizer.state[alone]["mu_product"]))
 
 
-def numbers_of_one_row(worker: Worker) -> tuple[float, float]:
+def numbers_of_one_row(worker: Worker, dtype: torch.dtype) -> tuple[float, float]:
     device_mesh = join(worker, Layout(data=1, tensor=2)).sub("tensor")
-    row = distribute_tensor(torch.ones(1, 3, dtype=torch.float64), device_mesh, [Shard(0)])
+    row = distribute_tensor(torch.ones(1, 3, dtype=dtype), device_mesh, [Shard(0)])
     parameter = nn.Parameter(row)
     parameter.grad = torch.ones_like(row)
     optimizer = make_optimizer([("w", parameter)], settings_of("NAdam"), slices_of=local_slices)
@@ -178,7 +181,7 @@ def test_classes_whose_states_do_not_begin_as_zeros_are_known() -> None:
 NADAM = {"name": "torch.optim.NAdam", "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_every_axis_trains_as_one_device_and_holds_and_sends_what_was_predicted(
     trained: Runs, corpus: str, layout: str
 ) -> None:
