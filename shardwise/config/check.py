@@ -152,7 +152,8 @@ def _size(model: Model) -> Iterator[str]:
 
 
 def _experts(model: Model) -> Iterator[str]:
-    yield from _mixture(model) if model.experts else no_effect.expert_settings(model)
+    if not model.is_of_program:  # which makes its own router
+        yield from _mixture(model) if model.experts else no_effect.expert_settings(model)
 
 
 def _mixture(model: Model) -> Iterator[str]:

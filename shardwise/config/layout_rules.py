@@ -438,7 +438,7 @@ BATCH = (
 
 RULES = (TENSOR, PIPELINE, RECOMPUTE, *((rule,) for rule in DRIVER), SEQUENCE, EXPERT, BACKWARD_SHARDS)
 """Groups of rules. Only the first broken rule of a group is reported, because the later ones assume it."""
-RULES_WITHOUT_MODEL = (RECOMPUTE, *((rule,) for rule in DRIVER), EXPERT, BACKWARD_SHARDS)
-"""Groups of rules for a module whose sizes the job does not know."""
+RULES_WITHOUT_MODEL = (RECOMPUTE, *((rule,) for rule in DRIVER), BACKWARD_SHARDS)
+"""Groups of rules for the module of a program, before its sizes are known."""
 DEGREE_RULES = tuple(rule for group in (*RULES, BATCH) for rule in group if rule.short)
 """Rules that depend on degrees only, which the planner checks before it tries other choices."""

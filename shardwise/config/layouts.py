@@ -16,6 +16,7 @@ from shardwise.config.check import divisors, run_check
 from shardwise.config.layout import Layout
 from shardwise.config.layout_rules import (
     BATCH,
+    EXPERT,
     PIPELINE,
     RULES,
     RULES_WITHOUT_MODEL,
@@ -79,8 +80,8 @@ def layout_is_possible(model: Model, data: Data, train: Train, layout: Layout) -
 def _rules_for(model: Model) -> tuple[tuple[Rule, ...], ...]:
     if "module" not in model.__dict__ or not model.is_of_program:
         return RULES
-    knows_blocks = "layers" in model.model_fields_set
-    return (*RULES_WITHOUT_MODEL, PIPELINE) if knows_blocks else RULES_WITHOUT_MODEL
+    known = {"layers": PIPELINE, "experts": EXPERT}  # the program has said these sizes
+    return (*RULES_WITHOUT_MODEL, *(rules for key, rules in known.items() if key in model.model_fields_set))
 
 
 def _broken(job: JobTables) -> Iterator[BrokenRule]:

@@ -321,11 +321,33 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 
 
 def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
-    if config.model.experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+    name, of_program = name_of(model), config.model.is_of_program
+    mixtures = [path for path, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
+    if mixtures and of_program:
         yield (
-            f"model.experts = {config.model.experts}: {name_of(model)} has no "
-            f"shardwise.models.MixtureOfExperts; leave it out"
+            f"{name}: {mixtures[0]} is a shardwise.models.MixtureOfExperts, whose router only a job "
+            "balances; write the router in the program, and give the module of the experts the role "
+            "shardwise.experts()"
         )
+    elif config.model.experts and not mixtures and not of_program:
+        yield (
+            f"model.experts = {config.model.experts}: {name} has no shardwise.models.MixtureOfExperts; leave "
+            "it out"
+        )
+    for path, module in model.named_modules():
+        if (role := table.role(path)) is None or role.kind != "experts":
+            continue
+        if any("." in parameter for parameter, _ in module.named_parameters()):
+            yield (
+                f"{path} has weights in modules of its own; a module with the role `experts` has all weights "
+                "itself, stacked in their first dim"
+            )
+        if layout.tensor > 1 and not table.sequence_parallel:
+            yield (
+                f"layout.tensor = {layout.tensor}: {path} has the role `experts`, which needs "
+                "sequence_parallel=True in the sharding table: else each tensor device would send the same "
+                "tokens"
+            )
 
 
 def _call(model: nn.Module, config: Config) -> None:

@@ -17,6 +17,7 @@ from shardwise.data.streams import Stream
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import build_program_module, use_factory, weights_without_memory
 from shardwise.optimizers import address_of, from_table
+from shardwise.parallel.expert import expert_modules
 from shardwise.parallel.tables import table_of
 from shardwise.plurals import counted
 from shardwise.section import Section
@@ -109,8 +110,8 @@ class Request:
             update["optimizer"] = _optimizer(self._optimizer)
         if self.samples is not None:
             update["data"] = _updated(config.data, {"sequence_length": 1, "held_out": 0.0})
-        if config.model.is_of_program and (blocks := _count_blocks()):
-            update["model"] = _updated(config.model, {"layers": blocks})
+        if config.model.is_of_program:
+            update["model"] = _updated(config.model, _sizes(config.layout.expert > 1))
         if config.layout.context > 1 and self.samples is not None:
             if not self.samples.sequences:
                 raise UserError(
@@ -140,13 +141,25 @@ class Request:
         return max(1, math.floor((epochs or 1.0) * size / global_batch))
 
 
-def _count_blocks() -> int:
-    """Return how many blocks the program's module has, which pipeline stages share; 0 without a table that
-    names them."""
+def _sizes(needs_experts: bool) -> dict[str, int]:
+    """Return the sizes of the program's module that its sharding table names: the number of blocks, which
+    pipeline stages share, and that of experts, which the devices of the expert axis share. `needs_experts`:
+    name their number also if there are none.
+    """
     with weights_without_memory(0):
         module = build_program_module()
-    blocks = table_of(module).blocks
-    return 0 if blocks is None else len(list(module.get_submodule(blocks).children()))
+    sizes, table = {}, table_of(module)
+    if table.blocks is not None:
+        sizes["layers"] = len(list(module.get_submodule(table.blocks).children()))
+    numbers = [
+        weight.shape[0]
+        for experts in expert_modules(module, table)
+        for weight in experts.parameters()
+        if weight.ndim
+    ]
+    if numbers or needs_experts:
+        sizes["experts"] = math.gcd(*numbers)  # the expert axis must divide each
+    return sizes
 
 
 def _with_table(module: Any, sharding: object) -> Any:

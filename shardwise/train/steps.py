@@ -142,9 +142,9 @@ def _clear_gradients(training: Training) -> None:
 
 def _balance_experts(training: Training, usable: Tensor) -> Tensor:
     """Adjust the routers by the loads of this step, unless the step is skipped. Return the worst imbalance of
-    a layer and the load of each expert; an empty tensor for a model without experts."""
+    a layer and the load of each expert; an empty tensor for a model without such routers."""
     parallel, comm = training.parallel, training.comm
-    if not training.config.model.experts:
+    if not training.config.model.experts or training.config.model.is_of_program:
         return torch.empty(0, device=comm.device)
     loads = parallel.take_loads()
     parallel.balance(loads * usable)

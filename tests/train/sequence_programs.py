@@ -49,12 +49,42 @@ class Attention(nn.Module):
         return self.output(self.mixing(query, key, value, None).transpose(1, 2).flatten(2))
 
 
+class Experts(nn.Module):
+    """As many layers as experts, stacked; a device may have some of them."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, size, 2 * size) / size**0.5)
+        self.down = nn.Parameter(torch.randn(count, 2 * size, size) / size**0.5)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(rows.split(counts.tolist()), self.up.unbind(), self.down.unbind(), strict=True)
+        return torch.cat([F.gelu(part @ up) @ down for part, up, down in parts])
+
+
+class Mixture(nn.Module):
+    """Sends each token to the best two of some experts."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(size, count, bias=False), Experts(count, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.router.out_features)
+        outputs = self.experts(tokens[order // 2], counts) * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // 2, outputs).view_as(x)
+
+
 class Block(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, experts: int) -> None:
         super().__init__()
         self.before_attention, self.attention = nn.LayerNorm(size), Attention(size)
         self.before_layers = nn.LayerNorm(size)
-        self.layers = nn.Sequential(nn.Linear(size, 3 * size), nn.GELU(), nn.Linear(3 * size, size))
+        layers = nn.Sequential(nn.Linear(size, 3 * size), nn.GELU(), nn.Linear(3 * size, size))
+        self.layers = Mixture(experts, size) if experts else layers
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before_attention(x))
@@ -64,10 +94,10 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Maps digits and their positions to logits. A pipeline stage has only some of its modules."""
 
-    def __init__(self, size: int = 16) -> None:
+    def __init__(self, size: int = 16, experts: int = 0) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(16, size), nn.Embedding(LENGTH, size)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(size, experts) for _ in range(4))
         self.norm, self.head = nn.LayerNorm(size), nn.Sequential(nn.Linear(size, 16))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -78,26 +108,26 @@ class Language(nn.Module):
         return x if self.head is None else self.head(self.norm(x))
 
 
-TABLE = sw.Sharding(
-    {
-        "embedding": sw.vocabulary(),
-        "places": sw.positions(),
-        "blocks.*.before_*": sw.whole(),
-        "blocks.*.attention": sw.gathered(),
-        "blocks.*.attention.qkv": sw.columns(HEADS),
-        "blocks.*.attention.output": sw.rows(HEADS),
-        "blocks.*.layers": sw.gathered(),
-        "blocks.*.layers.0": sw.columns(),
-        "blocks.*.layers.2": sw.rows(),
-        "norm": sw.whole(),
-        "head": sw.gathered(),
-        "head.0": sw.columns(gather=True),
-    },
-    blocks="blocks",
-    first=("embedding", "places"),
-    last=("norm", "head"),
-    mixing="blocks.*.attention.mixing",
-)
+ROLES = {
+    "embedding": sw.vocabulary(),
+    "places": sw.positions(),
+    "blocks.*.before_*": sw.whole(),
+    "blocks.*.attention": sw.gathered(),
+    "blocks.*.attention.qkv": sw.columns(HEADS),
+    "blocks.*.attention.output": sw.rows(HEADS),
+    "norm": sw.whole(),
+    "head": sw.gathered(),
+    "head.0": sw.columns(gather=True),
+}
+LAYERS = {"blocks.*.layers": sw.gathered(), "blocks.*.layers.0": sw.columns(), "blocks.*.layers.2": sw.rows()}
+MIXTURES = {"blocks.*.layers.router": sw.whole(), "blocks.*.layers.experts": sw.experts()}
+REST = {
+    "blocks": "blocks",
+    "first": ("embedding", "places"),
+    "last": ("norm", "head"),
+    "mixing": "blocks.*.attention.mixing",
+}
+TABLE = sw.Sharding({**ROLES, **LAYERS}, **REST)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -107,8 +137,10 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor],
     return {"fit": fit, "large": 1e-3 * (logits.logsumexp(-1).square() * taught).sum()}, taught.sum()
 
 
-def trains(engine: sw.Engine, function: object = loss, table: sw.Sharding | None = TABLE) -> None:
-    engine.prepare(Language, sharding=table)
+def trains(
+    engine: sw.Engine, function: object = loss, table: sw.Sharding | None = TABLE, experts: int = 0
+) -> None:
+    engine.prepare(lambda: Language(experts=experts), sharding=table)
     engine.optimizer("adamw", lr=1e-2, weight_decay=0.0)
     for batch in engine.batches(Sums(), global_batch=BATCH, steps=STEPS, sequences=("x", "y")):
         engine.forward_backward(function, batch)
@@ -117,7 +149,31 @@ def trains(engine: sw.Engine, function: object = loss, table: sw.Sharding | None
         engine.state["evaluated"] = engine.evaluate(loss, Sums(7))["fit"]
 
 
+def trains_experts(engine: sw.Engine, **changes: object) -> None:
+    trains(engine, table=sw.Sharding({**ROLES, **MIXTURES}, **{**REST, **changes}), experts=4)
+
+
 # Mistakes
+
+
+def has_no_sequence_parallel_experts(engine: sw.Engine) -> None:
+    trains_experts(engine, sequence_parallel=False)
+
+
+def leaves_a_weight_empty(engine: sw.Engine) -> None:
+    def make() -> nn.Module:
+        model = Language()
+        model.norm.weight = nn.Parameter(torch.empty(16))
+        return model
+
+    engine.prepare(make)
+    for batch in engine.batches(Sums(), global_batch=BATCH):
+        engine.forward_backward(loss, batch)
+
+
+def hides_weights_of_experts(engine: sw.Engine) -> None:
+    table = sw.Sharding({**ROLES, **MIXTURES, "blocks.*.layers": sw.experts()}, **REST)
+    trains(engine, table=table, experts=4)
 
 
 def calls_twice(engine: sw.Engine) -> None:

@@ -3,6 +3,7 @@ torch trains."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -38,15 +39,24 @@ LAYOUTS: list[dict[str, Any]] = [
     {"context": 2, "attention": "ulysses", "tensor": 2, "data": 1},
     {"pipeline": 2, "context": 2, "data": 1, "schedule": "1f1b"},
 ]
+EXPERT_LAYOUTS: list[dict[str, Any]] = [
+    {"data": 1},
+    {"data": 2, "expert": 2},
+    {"data": 4, "expert": 2, "zero": 3},
+    {"tensor": 2, "data": 1, "expert": 2},
+    {"context": 2, "data": 2, "expert": 4, "zero": 2},
+    {"pipeline": 2, "data": 2, "expert": 2},
+]
 
 
-def in_plain_torch() -> tuple[list[float], list[float], dict[str, Tensor], float]:
+@functools.cache
+def in_plain_torch(experts: int) -> tuple[list[float], list[float], dict[str, Tensor], float]:
     """The same training by hand, the whole batch at once; only the order of the data is ours."""
     torch.set_num_threads(1)
     data, order = Sums(), Samples(Sums(), seed=SEED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        model = Language().double()
+        model = Language(experts=experts).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses, norms = [], []
     for step in range(STEPS):
@@ -88,15 +98,23 @@ def trained(
     return done, weights, program.state["evaluated"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("program", "experts", "layout"),
+    [
+        pytest.param(program, experts, layout, id=f"{program}-{layout}", marks=marks)
+        for program, experts, layouts in (("trains", 0, LAYOUTS), ("trains_experts", 4, EXPERT_LAYOUTS))
+        for index, layout in enumerate(layouts)
+        for marks in [[] if index % 2 else [pytest.mark.full]]
+    ],
+)
 def test_a_program_on_this_layout_trains_what_a_loop_in_plain_torch_trains(
-    ranks: Any, tmp_path: Path, layout: dict[str, Any]
+    ranks: Any, tmp_path: Path, program: str, experts: int, layout: dict[str, Any]
 ) -> None:
     train = {"precision": "float64", "schedule": "constant", "warmup": 0, "seed": SEED, "micro_batch": 2}
-    run = {"program": f"{PROGRAMS}:trains", "device": "cpu"}
+    run = {"program": f"{PROGRAMS}:{program}", "device": "cpu"}
     path = tmp_path / "weights.safetensors"
     world = math.prod(layout.get(axis, 1) for axis in ("data", "tensor", "pipeline", "context"))
-    losses, norms, weights, evaluated = in_plain_torch()
+    losses, norms, weights, evaluated = in_plain_torch(experts)
     for done, found, mean in ranks(world).run(
         trained, {"run": run, "train": train, "layout": layout}, str(path)
     ):
@@ -111,9 +129,12 @@ def test_a_program_on_this_layout_trains_what_a_loop_in_plain_torch_trains(
         torch.testing.assert_close(exported[name], weight, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_all_axes_of_a_program_are_proven_in_one_product() -> None:
+@pytest.mark.parametrize("program", [pytest.param("trains", marks=pytest.mark.full), "trains_experts"])
+def test_all_axes_of_a_program_are_proven_in_one_product(program: str) -> None:
     layout = {"pipeline": 2, "context": 2, "tensor": 2, "data": 1}
-    proof = sw.verify(f"{PROGRAMS}:trains", steps=2, layout=layout, train={"micro_batch": 2})
+    if program == "trains_experts":
+        layout["expert"] = 4
+    proof = sw.verify(f"{PROGRAMS}:{program}", steps=2, layout=layout, train={"micro_batch": 2})
     assert proof.passes, proof
     assert proof.to_json()["world"] == 8
 
@@ -138,6 +159,11 @@ MISTAKES = [
     ("calls_no_model", {"pipeline": 2}, "did not call the model; with layout.pipeline"),
     ("names_no_blocks", {"pipeline": 2}, "the sharding table of Language names no `blocks`"),
     ("names_no_blocks", {"context": 2}, "names no modules as `mixing`"),
+    ("leaves_a_weight_empty", {"data": 2}, "Language: the weight norm.weight begins with NaN, or its"),
+    ("trains", {"data": 2, "expert": 2}, "layout.expert = 2: the model has no experts"),
+    ("trains_experts", {"data": 8, "expert": 8}, "does not divide model.experts = 4"),
+    ("has_no_sequence_parallel_experts", {"tensor": 2}, "needs sequence_parallel=True"),
+    ("hides_weights_of_experts", {"data": 2, "expert": 2}, "layers has weights in modules of its own"),
     ("trains", {"pipeline": 8}, "model.layers = 4 makes at most 4 stages"),
     ("names_no_sequences", {"context": 2}, "name them, as in engine.batches(..., sequences="),
     ("names_other_sequences", {"context": 2}, "the batch's entry 'z' is missing; it has x, y"),
@@ -153,7 +179,7 @@ def test_a_mistake_gets_a_message(tmp_path: Path, program: str, layout: dict[str
     with pytest.raises(UserError, match=re.escape(message)):
         sw.launch(
             f"{PROGRAMS}:{program}",
-            workers=math.prod(layout.values()),
+            workers=math.prod(layout.values()) // layout.get("expert", 1),
             layout={"data": 1, **layout},
             train={"micro_batch": 2},
             run=run,
