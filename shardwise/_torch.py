@@ -54,22 +54,6 @@ Operator = torch._ops.OpOverload
 """An operator as a dispatch mode sees it. torch has no public name for its type."""
 
 
-def writes_to_its_input(operator: Operator) -> bool:
-    """Return whether an operator, as a dispatch mode sees it, changes one of its inputs.
-
-    Only the operator's private schema tells this.
-    """
-    return bool(operator._schema.is_mutable)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the storage of a tensor. It is the same for all views of the tensor.
-
-    torch has no public name for it, and tensors on the meta device have no address.
-    """
-    return int(tensor.untyped_storage()._cdata)
-
-
 all_gather_single: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )

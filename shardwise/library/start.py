@@ -252,9 +252,8 @@ def _check(planner: Planner) -> None:
         from shardwise.train.resume import resume_of
 
         check_module(with_data_settings(planner.config), plan.layout)
-        keeps_values = planner.config.model.is_of_program or to_resume(resume_of(planner.config))
-        for warning in () if keeps_values else check_first_values(planner.config):
-            print(f"warning: {warning}", file=sys.stderr)
+        if not to_resume(resume_of(planner.config)):
+            check_first_values(planner.config)
 
 
 def _check_room(config: Config, plan: Plan) -> None:

@@ -9,9 +9,9 @@ from shardwise.models.generate import CachedLogits, NextLogits, continuation, ge
 from shardwise.models.initialise import (
     check_first_value,
     check_values,
+    has_initial_value,
     initial_value,
     initialise,
-    replaces_constructor_value,
 )
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.program_module import (
@@ -25,7 +25,7 @@ from shardwise.models.program_module import (
 )
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
-from shardwise.models.unallocated import lost_values, weights_without_memory
+from shardwise.models.unallocated import weights_without_memory
 from shardwise.models.user_module import (
     adapt,
     build_user_module,
@@ -61,12 +61,11 @@ __all__ = [
     "describe_attention",
     "for_program",
     "generate",
+    "has_initial_value",
     "initial_value",
     "initialise",
     "linear_cross_entropy",
-    "lost_values",
     "matches",
-    "replaces_constructor_value",
     "use_factory",
     "weights_without_memory",
     "with_embeddings_in",

@@ -10,8 +10,8 @@ that it proves. A billion parameters take a GPU some milliseconds and a CPU some
 The distribution is GPT-2's: normal with deviation 0.02; matrices of a block that write to the residual stream
 are divided by sqrt(2 · layers), so that the stream's variance does not grow with depth. Norms begin at one
 (zero where one is added), biases at zero. A router's logits begin with variance one at any width, so that
-tokens spread over the experts from the first step. A user's module (models/user_module.py) may return other
-values of any parameter, whole, from a method `initial_value(name, shape, seed)`.
+tokens spread over the experts from the first step. A user's module begins with the values of its
+constructor instead, or with those that its method `initial_value(name, shape, seed)` returns.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ def _value_from_module(model: nn.Module, name: str, shape: tuple[int, ...], seed
     return value.to("cpu", torch.float32)
 
 
+def has_initial_value(model: nn.Module) -> bool:
+    """Return whether a user's module gives its first weights itself, by a method `initial_value`."""
+    return hasattr(model, "initial_value")
+
+
 def check_first_value(model: nn.Module, seed: int) -> None:
     """Ask a user's module for the smallest of its weights, so that a missing file is reported early."""
     name, parameter = min(model.named_parameters(), key=lambda named: named[1].numel())
@@ -108,18 +113,6 @@ def check_first_value(model: nn.Module, seed: int) -> None:
             f"initial_value({name!r}, {tuple(parameter.shape)}, {seed}) fails: {type(error).__name__}: "
             f"{error} ({at.filename}, line {at.lineno})"
         ) from error
-
-
-def replaces_constructor_value(model: nn.Module, name: str, value: float | None, seed: int) -> bool:
-    """Return whether a weight of a user's module starts with other values than its constructor gives.
-
-    `value` is what the constructor gives all its numbers; None: they differ. What `initial_value` returns is
-    the author's wish, so it does not count.
-    """
-    shape = tuple(model.get_parameter(name).shape)
-    if _value_from_module(model, name, shape, seed) is not None:
-        return False
-    return len(shape) > 1 or value != (0.0 if _is_bias(name) else 1.0)
 
 
 def _is_bias(name: str) -> bool:

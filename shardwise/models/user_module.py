@@ -59,13 +59,11 @@ MIXED = (torch.bfloat16, torch.float16)
 
 
 def build_user_module(model: Model) -> nn.Module:
-    """Return a new module of the class that `model.module` names. Call it inside of
-    `weights_without_memory()`."""
+    """Return a new module of the class that `model.module` names."""
     make, where = _constructor(model), f"model.module = {model.module!r}"
     try:
         with warnings.catch_warnings():
-            # Such a copy would do nothing.
-            warnings.filterwarnings("error", message=".*copying from a non-meta parameter")
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             module = make(model)
     except UserError:
         raise
@@ -77,9 +75,8 @@ def build_user_module(model: Model) -> nn.Module:
             ) from error
         raise UserError(
             f"{where}: could not be built: {type(error).__name__}: {error} ({_location(error, model)}). "
-            "The class is called with the [model] section. Its weights are on torch's meta device, without "
-            "values. They get values later from initial_value(name, shape, seed), also those of a "
-            "pretrained part (docs/sharding.md)"
+            "The class is called with the [model] section. Before training its weights are on torch's meta "
+            "device, so a constructor must not read them (docs/sharding.md)"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(

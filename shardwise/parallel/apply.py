@@ -7,7 +7,7 @@
 5. sharding or replication over the data axes;
 6. memory for this rank's share.
 
-After that the weights get their values: from a checkpoint, a Hugging Face folder, or `draw_weights`.
+After that the weights get their values: from a checkpoint, a Hugging Face folder, or `first_values`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config.compression import is_compressed
 from shardwise.config.layout_rules import sequence_multiple
 from shardwise.config.model import Model
+from shardwise.errors import UserError
 from shardwise.models import (
     Head,
     Sharding,
@@ -33,6 +34,7 @@ from shardwise.models import (
     build_user_module,
     check_values,
     for_program,
+    has_initial_value,
     initialise,
     weights_without_memory,
     with_embeddings_in,
@@ -41,6 +43,7 @@ from shardwise.models.experts import Router
 from shardwise.models.float8_products import Scale
 from shardwise.models.layers import Embedding
 from shardwise.models.torch_dtypes import DTYPES
+from shardwise.models.unallocated import empty_memory_is_nan
 from shardwise.optim import local
 from shardwise.parallel.compiled import compile_blocks
 from shardwise.parallel.context import local_positions, split_over_context
@@ -272,29 +275,39 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def construct_weights(parallel: ParallelModel, seed: int) -> None:
-    """Give weights and buffers the values that the constructor of a program's module gives them: on any
-    layout those of `torch.manual_seed(seed)` and the constructor on one device. For that, each process has
-    the whole model in host memory for a moment. Our own transformer is drawn, because its constructor gives
-    no values."""
-    if any(isinstance(part.model, Transformer) for part in parallel.parts):
-        draw_weights(parallel, seed)
+def first_values(parallel: ParallelModel, shape: Model, seed: int) -> None:
+    """Give a new model its first weights, the same on any layout.
+
+    Our own transformer, and a user's module that has `initial_value`, get them in place. Any other module
+    gets those of its constructor.
+    """
+    model = parallel.parts[0].model
+    if not isinstance(model, Transformer) and not has_initial_value(model):
+        _construct_weights(parallel, shape, seed)
         return
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        whole = build_program_module()
-    values = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
-    for name, parameter in (*parallel.named_parameters(), *parallel.named_buffers()):
-        assign(parameter, values[name])
-
-
-def draw_weights(parallel: ParallelModel, seed: int) -> None:
-    """Draw the initial weights from (seed, name, index in the parameter): the same bits on any layout."""
     device = parallel.comm.device if parallel.comm.device.type == "cuda" else None
     for part in parallel.parts:
         initialise(part.model, seed, local_part, parallel.table.tied_name, device)
-        if not hasattr(part.model, "initial_value"):  # a user's `initial_value` may return zeros
+        if not has_initial_value(part.model):  # it may return zeros
             check_values(part.model, local=local)
+
+
+def _construct_weights(parallel: ParallelModel, shape: Model, seed: int) -> None:
+    """Give weights and the buffers that are saved the values of `torch.manual_seed(seed)` and the module's
+    constructor on one device. For that, each process has the whole model in host memory for a moment."""
+    with torch.random.fork_rng(devices=[]), empty_memory_is_nan():
+        torch.manual_seed(seed)
+        whole = build_program_module() if shape.is_of_program else build_user_module(shape)
+    for name, weight in whole.named_parameters():
+        if weight.isnan().any():
+            raise UserError(
+                f"{type(whole).__name__}: the weight {name} begins with NaN, or its constructor leaves it "
+                "without values, as torch.empty does; fill it there, for example with "
+                "nn.init.normal_(weight, std=0.02)"
+            )
+    values = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
+    for name, parameter in (*parallel.named_parameters(), *parallel.named_buffers()):
+        assign(parameter, values[name])
 
 
 def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:

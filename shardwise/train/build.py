@@ -49,7 +49,7 @@ from shardwise.drivers.registry import driver_of
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, ShardedOptimizer, local, make_optimizer
-from shardwise.parallel import ParallelModel, construct_weights, draw_weights, parallelise
+from shardwise.parallel import ParallelModel, first_values, parallelise
 from shardwise.parallel.placement import assign, local_slices
 from shardwise.plans import ModelSpec, Plan
 from shardwise.resilience.memory_snapshots import MemorySnapshots
@@ -215,11 +215,9 @@ def restore(training: Training, folder: str) -> None:
 
 
 def start_from_seed(training: Training) -> None:
-    """Start with weights that are drawn at random from the seed, or that a program's constructor makes."""
-    if training.config.model.is_of_program:
-        construct_weights(training.parallel, training.config.train.seed)
-    elif training.rank_driver.draws_weights(training):
-        draw_weights(training.parallel, training.config.train.seed)
+    """Start with weights that are drawn from the seed, or that a user's module gives."""
+    if training.rank_driver.draws_weights(training):
+        first_values(training.parallel, training.config.model, training.config.train.seed)
     training.rank_driver.weights_ready(training)
 
 

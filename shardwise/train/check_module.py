@@ -25,13 +25,11 @@ from shardwise.models import (
     MixtureOfExperts,
     Sharding,
     Transformer,
-    build_user_module,
     check_first_value,
     count_items,
     counts_items,
-    lost_values,
+    has_initial_value,
     matches,
-    replaces_constructor_value,
 )
 from shardwise.models.user_module import accepted_arguments, name_of
 from shardwise.optimizers.groups import unmatched
@@ -45,43 +43,17 @@ AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules that compute with statistics of the rows of one device."""
 
 
-_GIVE_VALUES = (
-    "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
-)
-
-
 def check_module(config: Config, layout: Layout) -> None:
     """Refuse a user's module that cannot be built, or cannot be split for this layout."""
     if config.model.module is not None:
         _check(build_plain(ModelSpec.of(config)), config, layout)
 
 
-def check_first_values(config: Config) -> Iterator[str]:
-    """Refuse a user's module whose `initial_value` does not work. Yield a warning about frozen weights that
-    begin at random because nothing sets them, and one about values from the constructor that are lost."""
-    model, seed = build_plain(ModelSpec.of(config)), config.train.seed
-    frozen: list[str] = []
-    if hasattr(model, "initial_value"):
-        check_first_value(model, seed)
-    else:
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        yield (
-            f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
-            f"{_GIVE_VALUES}"
-        )
-    of_constructor = lost_values(lambda: build_user_module(config.model), seed)
-    lost = [
-        name
-        for name, value in of_constructor.items()
-        if name not in frozen and replaces_constructor_value(model, name, value, seed)
-    ]
-    if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        yield (
-            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights "
-            f"begin as shardwise draws them. {_GIVE_VALUES}"
-        )
+def check_first_values(config: Config) -> None:
+    """Refuse a user's module whose `initial_value` does not work."""
+    model = build_plain(ModelSpec.of(config))
+    if has_initial_value(model):
+        check_first_value(model, config.train.seed)
 
 
 def count_parameters(config: Config) -> ModuleParameters | None:
@@ -164,8 +136,7 @@ def _state(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
     if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
         yield (
             f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have "
-            "none while a module is built. Make it a parameter with requires_grad=False, whose values come "
-            "from initial_value(name, shape, seed)"
+            "none while a module is built. Make it a parameter with requires_grad=False"
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from shardwise.checkpoint.tensor_files import Contents
 from shardwise.config import read
 from shardwise.parallel import build_plain
 from shardwise.plans import ModelSpec
-from shardwise.train.check_module import check_first_values
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
@@ -175,52 +173,6 @@ def test_first_values_from_a_file_that_is_not_there_are_missed_before_workers_st
         done.stderr,
     )
     assert not (tmp_path / "run").exists()
-
-
-def test_weights_that_are_frozen_at_random_are_warned_of(shardwise: Shardwise, tmp_path: Path) -> None:
-    """As those of nn.Embedding.from_pretrained would be, whose values are the constructor's."""
-    text = (ROOT / "examples" / "own_model.py").read_text()
-    table = "nn.Embedding.from_pretrained(torch.ones(config.vocabulary, config.hidden))"
-    (tmp_path / "given.py").write_text(text.replace("nn.Embedding(config.vocabulary, config.hidden)", table))
-    few = ["train.steps=1", "train.evaluate_sequences=4", "observe.sample_tokens=2", "run.folder=run"]
-    done = shardwise("train", JOB, "model.module=given.py:OwnModel", *few)
-    assert done.returncode == 0, done.stderr
-    assert "warning: embedding.weight is frozen and begins at random" in done.stderr
-
-
-GIVEN = """
-import torch
-from own_model import OwnModel
-
-class Given(OwnModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.scale = torch.nn.Parameter(torch.ones(8))  # as it would begin anyway
-        self.mixing = torch.nn.Parameter(torch.eye(8))
-        self.embedding.weight.data.copy_(torch.ones(config.vocabulary, config.hidden))
-        torch.nn.init.normal_(self.places.weight)
-
-class Told(Given):
-    def initial_value(self, name, shape, seed):
-        return torch.eye(8) if name == "mixing" else None
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "lost"), [("Given", "embedding.weight, mixing"), ("Told", "embedding.weight")]
-)
-def test_values_that_a_constructor_gives_to_trained_weights_are_not_lost_in_silence(
-    tmp_path: Path, name: str, lost: str
-) -> None:
-    shutil.copy(ROOT / "examples" / "own_model.py", tmp_path)
-    (tmp_path / "given.py").write_text(GIVEN)
-    (warning,) = check_first_values(read(ROOT / JOB, [f"model.module={tmp_path}/given.py:{name}"]))
-    assert sorted(re.findall(r"embedding\.weight|mixing|scale|places", warning)) == lost.split(", ")
-    assert (
-        "are not kept: these weights begin as shardwise draws them. Add a method initial_value(name, "
-        "shape, seed)" in warning
-    )
-    assert list(check_first_values(read(ROOT / JOB))) == []
 
 
 def own_module(folder: Path, name: str, line: str) -> list[str]:

@@ -182,13 +182,13 @@ class Unfilled(NoTable):
 
 
 class Loading(NoTable):
-    """Loads weights while it is built, which have no memory then."""
+    """Loads weights while it is built, as of a pretrained model: one is frozen, and one is trained."""
 
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        self.scores.load_state_dict(
-            {"weight": torch.zeros(config.vocabulary, config.hidden), "bias": torch.zeros(config.vocabulary)}
-        )
+        vectors = torch.arange(float(config.vocabulary * config.hidden)).view(config.vocabulary, -1).sin()
+        self.table = nn.Embedding.from_pretrained(vectors)
+        self.scores.load_state_dict({"weight": vectors.cos() / 10, "bias": torch.ones(config.vocabulary)})
 
 
 class Leaving(NoTable):
