@@ -265,6 +265,7 @@ def lose_a_peer(worker: Worker, tables: Tables) -> str:
     return outcome.message
 
 
+@pytest.mark.full
 def test_a_peer_that_dies_during_a_save_hangs_nobody_and_nothing_is_committed(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 @needs_namespaces
+@pytest.mark.full
 def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     with hosts():

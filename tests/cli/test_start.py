@@ -88,7 +88,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("layout", ["layout.data=2", pytest.param("layout.data=1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["layout.data=2", "layout.data=1"])
 def test_a_script_that_has_used_cuda_and_has_no_guard_trains(tmp_path: Path, layout: str) -> None:
     """Workers must not be forks of a process that has used CUDA, and must not run the script again."""
     script = tmp_path / "script.py"

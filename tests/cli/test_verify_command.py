@@ -32,7 +32,7 @@ def test_json_is_all_that_goes_to_standard_output(shardwise) -> None:
 
 
 def test_a_proof_of_one_device_against_itself_is_said_to_be_one(shardwise) -> None:
-    done = shardwise("verify", "examples/quickstart.toml", "layout.data=1", "--steps", "1", "--json")
+    done = shardwise("verify", JOB, "layout.data=1", "--steps", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert "note: the layout is one device, so it was compared with itself" in done.stderr
     assert "1 step on one device" in done.stderr

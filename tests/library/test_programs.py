@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,15 +28,17 @@ FEWEST_STEPS = 40
 """So that there are steps before and after the one in which a worker is killed."""
 
 
-def layouts() -> Iterator[Any]:
-    """Each program with its two layouts. The second is quick for one program only."""
+def layouts(quick: Mapping[str, str]) -> Iterator[Any]:
+    """Each program with its two layouts, of which the one in `quick` is not only for the full suite."""
     for name in PROGRAMS:
-        yield pytest.param(name, ZERO_3, id=f"{name}-zero")
         other = TENSOR if name in WITH_TABLE else REPLICAS
-        marks = [] if name == "vision_transformer" else [pytest.mark.full]
-        yield pytest.param(
-            name, other, marks=marks, id=f"{name}-{'tensor' if other == TENSOR else 'replica'}"
-        )
+        for layout, words in ((ZERO_3, "zero"), (other, "tensor" if other == TENSOR else "replica")):
+            marks = [] if quick.get(name) == layout else [pytest.mark.full]
+            yield pytest.param(name, layout, marks=marks, id=f"{name}-{words}")
+
+
+PROVEN = {name: TENSOR if name == "vision_transformer" else ZERO_3 for name in PROGRAMS}
+TRAINED = {"vision_transformer": TENSOR, "recurrent": ZERO_3}
 
 
 def call(warm: Server, folder: Path, command: str, name: str, *words: str) -> str:
@@ -71,7 +73,7 @@ def test_the_readme_of_the_examples_names_every_program() -> None:
         assert f"| `{path.name}` |" in page or path.name == "__pycache__"
 
 
-@pytest.mark.parametrize(("name", "layout"), list(layouts()))
+@pytest.mark.parametrize(("name", "layout"), list(layouts(PROVEN)))
 def test_a_program_computes_on_several_devices_what_one_computes(
     warm: Server, tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -81,7 +83,7 @@ def test_a_program_computes_on_several_devices_what_one_computes(
     assert proof["worst"]["relative_error"] < LARGEST_ERROR
 
 
-@pytest.mark.parametrize(("name", "layout"), list(layouts()))
+@pytest.mark.parametrize(("name", "layout"), list(layouts(TRAINED)))
 def test_a_program_learns_on_four_workers(warm: Server, tmp_path: Path, name: str, layout: str) -> None:
     call(warm, tmp_path, "run", name, *layout.split(), "--workers", "4", "run.folder=run")
     steps = records(tmp_path / "run")

@@ -62,7 +62,7 @@ def usual(index: int, codec: str) -> bool:
     return (
         index == 0
         or (index == 4 and codec in IN_TWO_HOPS)
-        or (index % 2 == 1 and index != 5 and codec == "int8")
+        or (index % 4 == 1 and index != 5 and codec == "int8")
     )
 
 

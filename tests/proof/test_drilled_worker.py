@@ -97,7 +97,7 @@ def test_a_run_is_started_as_a_user_does_unless_it_is_to_raise_exceptions(
     assert words[words.index("-m") + 2] == "train"
 
 
-@pytest.mark.parametrize("raises_errors", [False, True])
+@pytest.mark.parametrize("raises_errors", [pytest.param(False, marks=pytest.mark.full), True])
 def test_workers_of_ordinary_commands_have_no_handler(raises_errors: bool) -> None:
     """Of the modules that the fork server imports for `shardwise train`, only the drill's sets a handler."""
     from shardwise.train.launch import WORKERS_IMPORT

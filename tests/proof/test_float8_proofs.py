@@ -18,10 +18,10 @@ EXPERTS = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 32, 
     ("model", "layout"),
     [
         (EXPERTS, {"tensor": 2, "data": 2, "expert": 2, "zero": 3}),
-        ({}, {"pipeline": 2, "context": 2}),
         *(
             pytest.param(model, layout, marks=pytest.mark.full)
             for model, layout in (
+                ({}, {"pipeline": 2, "context": 2}),
                 ({}, {"tensor": 2, "data": 2, "zero": 3}),
                 ({}, {"data": 2, "zero": 0}),
                 ({}, {"data": 2, "zero": 1}),

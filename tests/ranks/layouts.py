@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from ranks.jobs import FAMILIES, Tables, job
 
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -18,6 +19,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "expert": ({"data": 2, "expert": 2}, "experts"),
     "tensor, zero 3": ({"data": 2, "tensor": 2, "zero": 3}, "llama"),
 }
+SOME_LAYOUTS = [
+    pytest.param(layout, marks=[] if layout in ("tensor, zero 3", "pipeline", "expert") else pytest.mark.full)
+    for layout in LAYOUTS
+]
+"""All layouts, most of them for the full suite alone: every axis is in one of the others."""
 EXACT = 1e-12
 
 

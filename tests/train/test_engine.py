@@ -509,6 +509,7 @@ def test_a_function_inside_of_another_is_sent_to_the_workers(tmp_path: Path) -> 
     assert run.metrics[-1]["step"] == 2
 
 
+@pytest.mark.full
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
     script = tmp_path / "script.py"
