@@ -77,6 +77,9 @@ class OwnModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Sequential(nn.Linear(config.hidden, config.vocabulary, bias=False))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
         self.sharding = Sharding(
             modules={
                 "embedding": vocabulary(),
