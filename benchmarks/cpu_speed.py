@@ -1,18 +1,24 @@
 """Training speed on CPU workers, against hand-written torch loops in the same run.
 
-    python benchmarks/cpu_speed.py [--workers 2] [--steps 40] [--rounds 3] [--program]
+    python benchmarks/cpu_speed.py [--workers 2] [--steps 30] [--rounds 4] [--program] [--tree FOLDER]
 
-`shardwise train` is timed as a user runs it: data, metrics and progress included, from the fifth step to the
-last. The baselines are minimal loops around DistributedDataParallel and `fully_shard` for the same model,
-batch and data, with fused AdamW and clipping. Both are run in turn, so that a slow period of the machine
-affects both. With `--program`, a program (`program` below) trains the same model through the engine: its
-module, its loss and its dataset are what a user writes.
+`shardwise train` is timed as a user runs it: data, metrics and progress included, from the fifth step on.
+The baselines are minimal loops around DistributedDataParallel and `fully_shard` for the same model, batch and
+data, with fused AdamW and clipping. With `--program`, a program (`program` below) trains the same model
+through the engine: its module, its loss and its dataset are what a user writes. With `--tree`, the baseline
+is `shardwise train` of another checkout, for example of the commit before a change.
+
+Both run at the same time, each on its own half of the cores, and the halves change with every round. So a
+slow period of the machine and a slow core act on both. What is compared is the number of steps that each made
+while both were training.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +37,7 @@ from shardwise.data import Dataset
 from shardwise.models import Transformer, initialise
 
 JOB = "examples/quickstart.toml"
+LOOPS = {0: "DDP loop", 3: "fully_shard loop"}
 WARM_UP = 5
 OF_PROGRAM = ("train.", "layout.", "checkpoint.")
 """Tables of the job that a program does not replace."""
@@ -41,7 +48,7 @@ def overrides(workers: int, steps: int, zero: int) -> list[str]:
         f"train.steps={steps}", f"layout.data={workers}", f"layout.zero={zero}", "data.held_out=0.0",
         "train.evaluate_every=0",
         "checkpoint.every=0", "observe.sample=", "model.preset=bytes-10m", "data.sequence_length=256",
-        "train.global_batch=16",
+        "train.global_batch=4",
     ]  # fmt: skip
 
 
@@ -71,39 +78,68 @@ def program(engine: sw.Engine) -> None:
         engine.optim_step()
 
 
-def ours(workers: int, steps: int, zero: int, by_program: bool) -> float:
-    """Tokens a second of `shardwise train`, or of the program."""
-    settings = overrides(workers, steps, zero)
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["train", JOB, *settings]
-        if by_program:
-            words = [
-                "run",
-                f"{__file__}:program",
-                *(each for each in settings if each.startswith(OF_PROGRAM)),
-            ]
-        _run([sys.executable, "-m", "shardwise", *words, f"run.folder={folder}"])
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    tokens = read(JOB, settings).train.global_batch * read(JOB, settings).data.sequence_length
-    return float((steps - WARM_UP) * tokens / (lines[-1]["time"] - lines[WARM_UP - 1]["time"]))
+def ours(settings: list[str], by_program: bool, folder: str) -> list[str]:
+    """The command that trains with shardwise."""
+    words = ["train", JOB, *settings]
+    if by_program:
+        words = ["run", f"{__file__}:program", *(each for each in settings if each.startswith(OF_PROGRAM))]
+    return [sys.executable, "-m", "shardwise", *words, f"run.folder={folder}"]
 
 
-def theirs(workers: int, steps: int, zero: int) -> float:
-    """Tokens a second of the hand-written loop."""
-    arguments = [f"--nproc-per-node={workers}", __file__, "--baseline", str(zero), "--steps", str(steps)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    return float(_run(launcher).split()[-1])
+def theirs(workers: int, steps: int, zero: int, folder: str) -> list[str]:
+    """The command that runs the hand-written loop."""
+    options = ["--baseline", str(zero), "--steps", str(steps), "--folder", folder]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", __file__, *options]
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return done.stdout
+def ratio(mine: list[str], other: list[str], tree: Path, folder: Path, first_half: bool) -> float:
+    """Run both commands at the same time, on half of the cores each, and return how many steps the first one
+    made for each step of the other."""
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
+    trees = [Path.cwd(), tree]
+    running = [
+        _start(command, where, half)
+        for command, where, half in zip([mine, other], trees, halves[:: 1 if first_half else -1], strict=True)
+    ]
+    for process in running:
+        output = process.communicate()[0]
+        if process.returncode:
+            for each in running:
+                each.kill()
+            sys.exit(f"{' '.join(map(str, process.args))} failed:\n{output}")  # type: ignore[arg-type]
+    times = [_times(folder / name) for name in ("mine", "other")]
+    first = max(each[WARM_UP - 1] for each in times)
+    last = min(each[-1] for each in times)
+    steps, of_other = (_steps_at(last, each) - _steps_at(first, each) for each in times)
+    return steps / of_other
 
 
-def baseline(zero: int, steps: int) -> None:
-    """One worker of the hand-written loop; the first prints its tokens a second."""
+def _start(command: list[str], tree: Path, cores: list[int]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["taskset", "--cpu-list", ",".join(map(str, cores)), *command],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _times(folder: Path) -> list[float]:
+    """The time at the end of each step."""
+    return [json.loads(line)["time"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _steps_at(time: float, times: list[float]) -> float:
+    """The number of steps made by that time, in which the last one counts by its share."""
+    index = min(bisect.bisect_right(times, time), len(times) - 1)
+    before, after = times[index - 1], times[index]
+    return index + (time - before) / (after - before)
+
+
+def baseline(zero: int, steps: int, folder: Path) -> None:
+    """One worker of the hand-written loop; the first writes down when its steps end."""
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     config = read(JOB, overrides(world, steps, zero))
@@ -111,10 +147,8 @@ def baseline(zero: int, steps: int) -> None:
     model = _wrapped(config, zero)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     rows = config.train.global_batch // world
-    started = 0.0
+    times = []
     for step in range(steps):
-        if step == WARM_UP:
-            started = time.perf_counter()
         batch = dataset.sequences(step * config.train.global_batch + rank * rows, rows)
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         loss = model(inputs, targets) / targets.numel()
@@ -123,9 +157,10 @@ def baseline(zero: int, steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-    seconds = time.perf_counter() - started
+        times.append({"time": time.time()})
     if rank == 0:
-        print((steps - WARM_UP) * config.train.global_batch * config.data.sequence_length / seconds)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in times))
     dist.destroy_process_group()
 
 
@@ -145,33 +180,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--program", action="store_true", help="train through the engine of the library")
+    parser.add_argument("--tree", type=Path, help="another checkout of shardwise to compare with")
     parser.add_argument("--baseline", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.baseline is not None:
-        baseline(options.baseline, options.steps)
+        baseline(options.baseline, options.steps, options.folder)
         return
-    for name, zero in (("DDP loop", 0), ("fully_shard loop", 3)):
-        pairs = []
-        for _ in range(options.rounds):
-            mine = ours(options.workers, options.steps, zero, options.program)
-            pairs.append((mine, theirs(options.workers, options.steps, zero)))
-            print(
-                f"zero {zero}: shardwise {pairs[-1][0]:,.0f} tokens/s, {name} {pairs[-1][1]:,.0f}",
-                file=sys.stderr,
-            )
-        mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-        result = {
-            "zero": zero,
-            "workers": options.workers,
-            "program": options.program,
-            "shardwise": mine,
-            "baseline": name,
-            "baseline_speed": other,
-        }
-        print(json.dumps({**result, "ratio": statistics.median(a / b for a, b in pairs)}))
+    for zero, name in LOOPS.items():
+        settings = overrides(options.workers, options.steps, zero)
+        ratios = []
+        for round_number in range(options.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                mine = ours(settings, options.program, f"{folder}/mine")
+                other = theirs(options.workers, options.steps, zero, f"{folder}/other")
+                if options.tree is not None:
+                    other = ours(settings, options.program, f"{folder}/other")
+                tree = options.tree or Path.cwd()
+                ratios.append(ratio(mine, other, tree, Path(folder), round_number % 2 == 0))
+            print(f"zero {zero}, round {round_number + 1}: {ratios[-1]:.3f}", file=sys.stderr)
+        result = {"zero": zero, "workers": options.workers, "program": options.program}
+        baseline_name = name if options.tree is None else str(options.tree)
+        print(json.dumps({**result, "baseline": baseline_name, "ratio": statistics.median(ratios)}))
 
 
 if __name__ == "__main__":
