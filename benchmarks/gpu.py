@@ -156,7 +156,7 @@ def shortest_loop(
         for micro_batch in micro_batches:
             with torch.autocast("cuda", torch.bfloat16, enabled=casts):
                 loss = loss_of(micro_batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

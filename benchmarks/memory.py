@@ -197,7 +197,7 @@ def main() -> None:
     workers = parser.parse_args().workers
     with tempfile.TemporaryDirectory() as name:
         folder = random_tokens.write(Path(name), 100_000, VOCABULARY)
-        spawn(_work, (workers, _free_ports(len(STAGES)), folder), workers)  # type: ignore[no-untyped-call]
+        spawn(_work, (workers, _free_ports(len(STAGES)), folder), workers)
         measured = [
             [json.loads((folder / f"{zero}-{rank}.json").read_text()) for rank in range(workers)]
             for zero in STAGES

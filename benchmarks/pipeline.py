@@ -397,7 +397,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The table of one part."""
     ports = _free_ports(len(names) * (len(GROWING) if part == "memory" else 1))
-    spawn(_work, (world, part, ports, names, options, folder), world)  # type: ignore[no-untyped-call]
+    spawn(_work, (world, part, ports, names, options, folder), world)
 
     def answer(name: str, size: int, rank: int) -> Any:
         return json.loads((folder / f"{part}-{name}-{size}-{rank}.json").read_text())

@@ -342,7 +342,7 @@ def _check(
     return {"worst": max(found.values()), "right": max(found.values()) < limit}
 
 
-class LiveWithin(LiveBytes):  # type: ignore[no-untyped-call]
+class LiveWithin(LiveBytes):
     """Looks into our operator too, which hides what it does from others."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -435,7 +435,7 @@ def memory(shape: Shape, context: int, layers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for workers, sequence in ((context, shape), (1, shorter)):
-            spawn(_work, (workers, _free_ports(1)[0], sequence, layers, folder), workers)  # type: ignore[no-untyped-call]
+            spawn(_work, (workers, _free_ports(1)[0], sequence, layers, folder), workers)
         ranks = [json.loads((folder / f"{context}-{rank}.json").read_text()) for rank in range(context)]
         one = json.loads((folder / "1-0.json").read_text())
     most = {name: max(rank[name] for rank in ranks) for name in one}

@@ -121,7 +121,7 @@ class AtWork:
     def _on_gradient(self, tensors: Any, act: Callable[[], None]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: act())  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: act())
                 return
 
     def remove(self) -> None:
@@ -129,7 +129,7 @@ class AtWork:
             handle.remove()
 
 
-class Record(LiveBytes):  # type: ignore[no-untyped-call]
+class Record(LiveBytes):
     """Bytes alive, the largest tensor made in each region, and the large ones alive while the sequence region
     works."""
 
@@ -268,7 +268,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = random_tokens.write(Path(name), 50_000, VOCABULARY)
         for workers in (tensor, 1):
-            spawn(_work, (workers, _free_ports(1)[0], folder, layers), workers)  # type: ignore[no-untyped-call]
+            spawn(_work, (workers, _free_ports(1)[0], folder, layers), workers)
         ranks = [json.loads((folder / f"{tensor}-{rank}.json").read_text()) for rank in range(tensor)]
         one = json.loads((folder / "1-0.json").read_text())
     facts = {"tensor": tensor, "batch": BATCH, "sequence": LENGTH, "layers": layers, **MODEL}

@@ -127,7 +127,7 @@ def delay_stream(seconds: float) -> None:
 
     torch has no public function for this.
     """
-    torch.cuda._sleep(int(seconds * _GPU_CLOCK))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(int(seconds * _GPU_CLOCK))
 
 
 def set_activation_memory_budget(share: float) -> None:
@@ -253,9 +253,7 @@ def pipeline_runtime(
     # Importing this module takes a second.
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-        stages, micro_batches, loss_fn=loss, scale_grads=False
-    )
+    runtime: Any = _PipelineScheduleRuntime(stages, micro_batches, loss_fn=loss, scale_grads=False)
     parsed = {rank: [_Action.from_str(action) for action in texts] for rank, texts in actions.items()}
     runtime._prepare_schedule_with_comms(parsed)
     return runtime

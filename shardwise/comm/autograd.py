@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """Keep a function out of compiled graphs."""
-    uncompiled: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    uncompiled: Callable[P, R] = torch.compiler.disable(function)
     return uncompiled
 
 
@@ -30,7 +30,9 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 def gather(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
     """Forward: concatenate the devices' parts along `dim`. Backward: sum over the devices and return this
     device's part."""
-    result: Tensor = _Gather.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    if comm.mesh.size(axis) == 1:
+        return x
+    result: Tensor = _Gather.apply(x, comm, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -38,7 +40,9 @@ def gather(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
 def scatter_sum(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
     """Forward: sum over the devices and return this device's part along `dim`. Backward: concatenate the
     parts."""
-    result: Tensor = _ScatterSum.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    if comm.mesh.size(axis) == 1:
+        return x
+    result: Tensor = _ScatterSum.apply(x, comm, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -46,7 +50,9 @@ def scatter_sum(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
 def collect(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
     """Forward: concatenate the parts along `dim`, where all devices then compute the same. Backward: return
     this device's part."""
-    result: Tensor = _Collect.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    if comm.mesh.size(axis) == 1:
+        return x
+    result: Tensor = _Collect.apply(x, comm, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -54,7 +60,9 @@ def collect(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
 def total(x: Tensor, comm: Comm, axis: str) -> Tensor:
     """Forward: sum over the devices, which then all compute the same. Backward: return the gradient as it
     is."""
-    result: Tensor = _Total.apply(x, comm, axis) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    if comm.mesh.size(axis) == 1:
+        return x
+    result: Tensor = _Total.apply(x, comm, axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -62,7 +70,9 @@ def total(x: Tensor, comm: Comm, axis: str) -> Tensor:
 def replicate(x: Tensor, comm: Comm, axis: str) -> Tensor:
     """Forward: return `x` as it is, which all devices have alike. Backward: sum over the devices, each of
     which uses it in another way."""
-    result: Tensor = _Replicate.apply(x, comm, axis) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    if comm.mesh.size(axis) == 1:
+        return x
+    result: Tensor = _Replicate.apply(x, comm, axis)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -25,7 +25,7 @@ class OrderedSums:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._requests: Requests = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._requests.put, None)

@@ -332,15 +332,30 @@ class _TablesOfEveryJob(Section):
     optimizer: Annotated[SerializeAsAny[Optimizer], BeforeValidator(_named_optimizer)] = Field(
         default_factory=lambda: from_table({}), description="how weights are updated"
     )
-    layout: Layout = Field(default_factory=Layout, description="how devices share the work; left out: chosen")  # type: ignore[arg-type]
+    layout: Layout = Field(
+        default_factory=Layout,  # type: ignore[arg-type]
+        description="how devices share the work; left out: chosen",
+    )
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,  # type: ignore[arg-type]
         description="the cluster to plan for; left out: this machine",
     )
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
-    recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
-    observe: Observe = Field(default_factory=Observe, description="what a run logs and shows")  # type: ignore[arg-type]
-    run: Run = Field(default_factory=Run, description="the folder of the results, and the kind of device")  # type: ignore[arg-type]
+    checkpoint: Checkpoint = Field(
+        default_factory=Checkpoint,  # type: ignore[arg-type]
+        description="saving and resuming",
+    )
+    recovery: Recovery = Field(
+        default_factory=Recovery,  # type: ignore[arg-type]
+        description="surviving failures",
+    )
+    observe: Observe = Field(
+        default_factory=Observe,  # type: ignore[arg-type]
+        description="what a run logs and shows",
+    )
+    run: Run = Field(
+        default_factory=Run,  # type: ignore[arg-type]
+        description="the folder of the results, and the kind of device",
+    )
 
 
 if TYPE_CHECKING:

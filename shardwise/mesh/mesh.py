@@ -96,7 +96,7 @@ class Mesh:
             # The dimensions of this axis come last, so that its devices follow each other in a row.
             order = sorted(range(len(names)), key=lambda dim: names[dim] in dims)
             ranks = self.grid.mesh.permute(order).reshape(-1, devices).tolist()
-            group, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+            group, _ = dist.new_subgroups_by_enumeration(ranks)
             self._neighbours[axis, devices] = group
         return self._neighbours[axis, devices]
 

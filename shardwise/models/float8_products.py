@@ -149,7 +149,7 @@ class ScaledProduct(nn.Module):
 
     def _new_probe(self, device: torch.device) -> Tensor:
         probe = torch.zeros(2, 2, device=device, requires_grad=True)
-        probe.register_hook(self.observations.append)  # type: ignore[no-untyped-call]
+        probe.register_hook(self.observations.append)
         return probe
 
 
@@ -161,8 +161,9 @@ class Float8Product(ScaledProduct):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return (..., outputs) from (..., inputs) and a weight (outputs, inputs)."""
-        rows: Tensor = _Product.apply(x.flatten(0, -2), weight, *self.settings())  # type: ignore[no-untyped-call]
-        return rows.view(*x.shape[:-1], -1)
+        rows = x.flatten(0, -2)
+        result: Tensor = _Product.apply(rows, weight, *self.settings())  # type: ignore[no-untyped-call]
+        return result.view(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):

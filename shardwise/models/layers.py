@@ -68,7 +68,8 @@ def lookup(
 ) -> Tensor:
     """Return the rows `ids` of a weight (rows, hidden), in `dtype` or else the weight's: (*shape of ids,
     hidden). The row `padding` gets no gradient."""
-    vectors: Tensor = _Lookup.apply(weight, ids, dtype or weight.dtype, padding)  # type: ignore[no-untyped-call]
+    dtype = dtype or weight.dtype
+    vectors: Tensor = _Lookup.apply(weight, ids, dtype, padding)  # type: ignore[no-untyped-call]
     return vectors
 
 

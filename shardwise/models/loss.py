@@ -95,11 +95,13 @@ def linear_cross_entropy(
         hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type, float8 is not None
     )
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        chosen = (targets, chunk, compiled, part, softcap, float8)
+        chosen = (targets, chunk, compiled, part, softcap, float8, split_backward)
+        given = weight.detach() if split_backward else weight
+        result = _LinearCrossEntropy.apply(hidden, given, *chosen)  # type: ignore[no-untyped-call]
         if split_backward:
-            loss, gradient = _LinearCrossEntropy.apply(hidden, weight.detach(), *chosen, True)  # type: ignore[no-untyped-call]
+            loss, gradient = result
             return _with_gradient(loss, weight, gradient)
-        whole: Tensor = _LinearCrossEntropy.apply(hidden, weight, *chosen, False)  # type: ignore[no-untyped-call]
+        whole: Tensor = result
         return whole
     return _loss_alone(hidden, weight, targets, chunk, part, softcap, float8)
 

@@ -69,7 +69,7 @@ class _CudaTimer:
     def mark(self) -> torch.cuda.Event:
         import torch
 
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

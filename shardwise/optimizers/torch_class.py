@@ -175,7 +175,8 @@ class TorchClass(Optimizer):
 
     def describe(self, rounds: bool) -> str:
         """Return the class, its settings and what it keeps."""
-        given = {**self.model_extra, **({"weight_decay": self.weight_decay} if self.weight_decay else {})}  # type: ignore[dict-item]
+        decay = {"weight_decay": self.weight_decay} if self.weight_decay else {}
+        given = {**self.model_extra, **decay}  # type: ignore[dict-item]
         settings = ", ".join(f"{key}={value}" for key, value in given.items())
         kept = ", ".join((*self.slots, *self.scalars)) or "no state"
         how = " on bfloat16 weights and states, rounded stochastically" if rounds else ""

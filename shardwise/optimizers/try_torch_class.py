@@ -318,7 +318,7 @@ def _equal(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= ENOUGH * expected.abs().max())
 
 
-class _Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Moved(TorchDispatchMode):
     """Counts the numbers that operators read and write, of tensors of one size; views move none."""
 
     def __init__(self, size: int) -> None:

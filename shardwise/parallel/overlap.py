@@ -43,6 +43,6 @@ def reduce_root_first(root: nn.Module, units: list[nn.Module]) -> None:
 
     def reduce_in_backward(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: reduce_gathered(root))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda gradient: reduce_gathered(root))
 
     units[-1].register_forward_hook(reduce_in_backward)

@@ -144,7 +144,7 @@ class ParallelModel:
             self.begin(micro_batch)
             with part.micro_batch(last=index == len(batch) - 1):
                 loss = part(**self.arguments(micro_batch))
-                (loss * factor).backward()  # type: ignore[no-untyped-call]
+                (loss * factor).backward()
                 total += loss.detach()
         return total
 

@@ -109,12 +109,12 @@ def _recomputed(module: nn.Module, mode: str, draws: bool) -> nn.Module:
 
 
 def _save_products() -> Contexts:
-    contexts: Contexts = create_selective_checkpoint_contexts(_products)  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(_products)
     return contexts
 
 
 def _save_attention() -> Contexts:
-    contexts: Contexts = create_selective_checkpoint_contexts(_attention)  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(_attention)
     return contexts
 
 

@@ -124,7 +124,9 @@ def ring_attention(
         raise UserError(f"ring attention needs an even number of tokens on each rank, not {query.shape[2]}")
     _COMMS[group.group_name] = comm
     kernel = kernel_for(query, key, value, documents is not None)
-    result: Tensor = _RingAttention.apply(query, key, value, documents, kernel.name, group.group_name)  # type: ignore[no-untyped-call]
+    result: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, documents, kernel.name, group.group_name
+    )
     return result
 
 

@@ -73,7 +73,7 @@ def measure_pairs(worker: Worker, device: Device, log_folder: Path | None) -> Li
 
 
 def _nccl_version() -> str:
-    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()
     return ".".join(map(str, numbers))
 
 

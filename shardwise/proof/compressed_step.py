@@ -100,7 +100,7 @@ class _WeightsInUse:
         def before_backward(module: nn.Module, inputs: object, outputs: object) -> None:
             for output in outputs if isinstance(outputs, tuple) else (outputs,):
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(look)  # type: ignore[no-untyped-call]
+                    output.register_hook(look)
 
         unit.register_forward_pre_hook(look)
         unit.register_forward_hook(before_backward)

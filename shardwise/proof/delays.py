@@ -14,7 +14,7 @@ from shardwise._torch import DispatchMode, Operator, delay_stream
 from shardwise.proof.sum_dtypes import call_operator
 
 
-class DelayedCollectives(DispatchMode):  # type: ignore[no-untyped-call]
+class DelayedCollectives(DispatchMode):
     """Delays every collective of torch by up to `longest` seconds while it is active."""
 
     def __init__(self, longest: float) -> None:

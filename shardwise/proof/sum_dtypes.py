@@ -45,7 +45,7 @@ devices split by its inputs."""
 AUTOGRAD = "autograd"
 
 
-class SumRecorder(DispatchMode):  # type: ignore[no-untyped-call]
+class SumRecorder(DispatchMode):
     """Records every sum in 16 bits while it is active."""
 
     def __init__(self) -> None:

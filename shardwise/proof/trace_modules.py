@@ -81,7 +81,7 @@ class Recorder:
             self.gradients[path].append(gradients)
             for index, tensor in enumerate(tensors):
                 if tensor.requires_grad:
-                    tensor.register_hook(_keep_first(gradients, index))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(_keep_first(gradients, index))
 
         return keep
 
