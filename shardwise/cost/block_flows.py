@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import comb
 
 import numpy as np
 
 from shardwise.config.axes import SEQUENCE_AXES
+from shardwise.config.model import Model
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, When, calls
-from shardwise.cost.space import Array
+from shardwise.cost.space import Array, Ints
 from shardwise.plans.chunks import chunk_tokens, largest_part
 
 
@@ -88,32 +90,53 @@ def context_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def expert_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Yield the all-to-alls of experts: the numbers of rows, the rows to the experts, and the results back.
+    """Yield the all-to-alls of experts.
 
-    Backward has the same without the numbers. A balancing loss adds all-reduces where several devices share a
-    sequence.
+    These are the numbers of rows, the rows to the experts, and the results back; and the choices of experts,
+    if a row goes once to each device and not once to each expert (parallel/expert.py). Backward has the same
+    without the numbers. The router decides how many rows there are; they are given for an even load. A
+    balancing loss adds all-reduces where several devices share a sequence.
     """
     space, model = rank.space, rank.work.model
     if not model.experts:
         return
     several, full = space.expert > 1, rank.full * rank.recomputed
-    rows = rank.activations // space.tensor * model.experts_per_token
-    copies = model.experts_per_token if rank.stack.once_to_node else 1
+    stack, copies = rank.stack, model.experts_per_token if rank.stack.once_to_node else 1
+    tokens = space.micro_batch * rank.length // space.tensor
+    visits = np.rint(tokens * devices_per_token(model, space.expert))
+    once = visits * model.hidden * rank.computed
+    to_each = rank.activations // space.tensor * model.experts_per_token
+    choice = 3 * rank.wide  # its weight, its expert, and whether it is the first one of its row
     passes: tuple[tuple[When, Array, Array], ...] = (
         ("forward", rank.passes, rank.passes),
         ("backward", full, rank.passes + full),
     )
-    for when, numbers, exchanges in passes:
-        yield replace(
-            calls("all_to_all", "expert", when, numbers * several, 8 * model.experts), copies=copies
+    for when, times, exchanges in passes:
+        sent = (
+            (times, 2 * 8 * space.expert if stack.once_to_device else 8 * model.experts),
+            (2 * exchanges, once if stack.once_to_device else to_each),
+            (exchanges * stack.once_to_device, tokens * model.experts_per_token * choice),
         )
-        yield replace(calls("all_to_all", "expert", when, 2 * exchanges * several, rows), copies=copies)
+        for count, size in sent:
+            yield replace(calls("all_to_all", "expert", when, count * several, size), copies=copies)
     if model.balance_loss:
         loads = 2 * space.micro_batch * model.experts * rank.wide
         for axis in SEQUENCE_AXES:
             shared = getattr(space, axis) > 1
             yield calls("all_reduce", axis, "forward", rank.passes * shared, loads)
             yield calls("all_reduce", axis, "backward", full * shared, loads)
+
+
+def devices_per_token(model: Model, devices: Ints) -> Array:
+    """Return on how many of these devices a token has experts, on average if any choice of experts is equally
+    likely: e (1 - C(E - E/e, k) / C(E, k)) of e devices for k of E experts."""
+    choices = comb(model.experts, model.experts_per_token)
+    degrees, index = np.unique(devices, return_inverse=True)
+    visited = [
+        each * (1 - comb(model.experts - model.experts // each, model.experts_per_token) / choices)
+        for each in degrees.tolist()
+    ]
+    return np.asarray(visited)[index]
 
 
 def stage_flows(rank: FirstRank) -> Iterator[Flow]:

@@ -60,8 +60,10 @@ class Software:
     overlap_expert: float = 0.0
     """Share of the experts' exchanges that may hide behind computing for another micro-batch."""
     once_to_node: bool = False
-    """Whether a token goes once to each node that has experts for it, and is copied there (DeepEP); otherwise
-    once to each expert."""
+    """Whether a token goes once to each node that has experts for it, and is copied there (DeepEP)."""
+    once_to_device: bool = False
+    """Whether a token goes once to each device that has experts for it, with the weights of its choices, and
+    the weighted sum of their outputs comes back. If neither holds, it goes once to each expert."""
     gathers_after: int = 0
     """Number of gathers per block, one for each weight, after the optimizer's step under zero 1 and 2. 0: the
     weights of a block are gathered together, behind the next forward."""
@@ -129,6 +131,7 @@ SHARDWISE = Software(
     buckets=True,
     whole_experts=True,
     wide_routers=True,
+    once_to_device=True,
 )
 """The number of kernels is from a profile of one step (benchmarks/planner_gpu.py): 240 for both passes of a
 block. Starts and gaps are fitted to steps of gpt2, whose time the host decides, and of qwen3-0.6b and 4b,

@@ -17,17 +17,18 @@ activations of a bytes:
 |          | each pass; gathers that backward repeats; three numbers per token    |                         |
 |          | for the loss                                                         |                         |
 | context  | keys and values around a ring, or heads by all-to-all                | Liu 2023; Jacobs 2023   |
-| expert   | b S h a / tensor for each expert that a token visits, to it and back | Lepikhin et al. 2020    |
+| expert   | b S h a / tensor for each device that a token visits, to it and back | Lepikhin et al. 2020    |
+|          | (parallel/expert.py); three numbers for each choice of an expert     |                         |
 | pipeline | b S h a / tensor for each micro-batch and border between stages      | Huang et al. 2019       |
 
 Once a step there are also the numbers that all ranks share, a sum of squares for each way of sharding, and
 the gradients of weights that every tensor device has whole.
 
-One thing cannot be predicted: the routing decides how many rows come to the experts of a device, and two of
-the four all-to-alls of a layer carry these rows. They are given for an even load. Everything else is exact,
-for sequences without document boundaries (`data.reset_attention` adds small messages), stages cut by cost,
-and recomputation of nothing, selected parts or whole blocks. On "cuda", blocks are assumed to be compiled;
-compiled blocks keep gathered sequences that plain blocks gather again.
+One thing cannot be predicted: the routing decides how many devices a token visits, and how many rows and
+choices come to a device. They are given for an even load. Everything else is exact, for sequences without
+document boundaries (`data.reset_attention` adds small messages), stages cut by cost, and recomputation of
+nothing, selected parts or whole blocks. On "cuda", blocks are assumed to be compiled; compiled blocks keep
+gathered sequences that plain blocks gather again.
 
 `first_rank.py` describes rank 0. `weight_flows.py` has the flows of its weights, `block_flows.py` those of
 its activations, and `step_flows.py` those that run once a step. They also cover what other programs do

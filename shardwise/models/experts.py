@@ -47,7 +47,7 @@ from shardwise.config.model import Model
 from shardwise.models.float8_grouped import GroupedProducts
 from shardwise.models.layers import GatedFeedForward
 from shardwise.models.products import linear
-from shardwise.models.sorting import Sorting, inverse_permutation, permute, weighted_sum
+from shardwise.models.sorting import Sorting, copy_rows, sort_evenly, weighted_sum
 from shardwise.models.torch_dtypes import wide
 from shardwise.models.unallocated import ExactBuffers
 
@@ -114,14 +114,23 @@ class Experts(nn.Module):
         self.float8: GroupedProducts | None = None
         """Products that are made in 8 bits; None: none of them."""
 
-    def forward(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Return for each token (tokens, hidden) the sum of its experts' outputs, times their weights.
+
+        `chosen` and `weights` are the experts of each token and their weights (tokens, experts_per_token);
+        counts[i] tokens have chosen expert i.
+        """
+        sorting = sort_evenly(chosen)
+        return weighted_sum(self.outputs(tokens, counts, sorting), weights.flatten(), sorting)
+
+    def outputs(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
         """Return the experts' outputs of rows (n, hidden), sorted by expert.
 
-        The rows are sorted already, or by `sorting`; expert i takes counts[i] of them.
+        The rows are sorted already, or copied and sorted by `sorting`; expert i takes counts[i] of them.
         """
         gate_up, down = (None, None) if self.float8 is None else (self.float8.gate_up, self.float8.down)
         if gate_up is None and sorting is not None:
-            rows = permute(rows, *sorting)
+            rows = copy_rows(rows, sorting)
         if gate_up is None and down is None:
             return apply_experts(rows, counts, self.gate, self.up, self.down)
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -188,7 +197,8 @@ class MixtureOfExperts(ExactBuffers):
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
         counts = self._count(routing.experts, sequences=x.shape[0])
-        result = self._mix(tokens, routing, counts.sum(0)).view(x.shape)
+        mixed: Tensor = self.experts(tokens, routing.experts, routing.weights, counts.sum(0))
+        result = mixed.view(x.shape)
         if self.shared is not None:
             result = result + self.shared(x)
         if torch.is_grad_enabled():
@@ -214,12 +224,6 @@ class MixtureOfExperts(ExactBuffers):
         chosen = experts.view(sequences, -1)
         counts = chosen.new_zeros(sequences, self.config.experts)
         return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
-
-    def _mix(self, tokens: Tensor, routing: Routing, counts: Tensor) -> Tensor:
-        order = routing.experts.flatten().argsort(stable=True)  # row i of the sorted rows is choice order[i]
-        sorting = Sorting(order, inverse_permutation(order), self.config.experts_per_token)
-        outputs = self.experts(tokens, counts, sorting)
-        return weighted_sum(outputs, routing.weights, sorting.order, sorting.inverse)
 
     def _balance(self, result: Tensor, routing: Routing, counts: Tensor) -> Tensor:
         """Count the load and attach the losses."""

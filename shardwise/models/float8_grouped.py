@@ -39,7 +39,7 @@ from shardwise.models.float8_products import (
     quantise,
     transposed,
 )
-from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
+from shardwise.models.sorting import Sorting, sum_copies, take_copies
 from shardwise.models.torch_dtypes import rounded_to, wide
 from shardwise.plans.float8_choice import MULTIPLE
 
@@ -59,8 +59,8 @@ class GroupedFloat8(ScaledProduct):
 
         `rows` (n, inputs) are sorted already, or by `sorting`; those of expert i end before ends[i] (int32).
         """
-        order, inverse, copies = sorting or (None, None, 1)
-        result: Tensor = _GroupedProduct.apply(rows, ends, order, inverse, copies, *self.settings(), *weights)  # type: ignore[no-untyped-call]
+        inputs = (rows, ends, *(sorting or (None, None, None, None)), *self.settings(), *weights)
+        result: Tensor = _GroupedProduct.apply(*inputs)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -81,9 +81,10 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: AutogradContext,
         x: Tensor,
         ends: Tensor,
-        order: Tensor | None,
+        places: Tensor | None,
         inverse: Tensor | None,
-        copies: int,
+        copies: int | None,
+        row_ends: Tensor | None,
         *settings_and_weights: Any,
     ) -> Tensor:
         settings, weights = settings_and_weights[:SETTINGS], settings_and_weights[SETTINGS:]
@@ -92,26 +93,24 @@ class _GroupedProduct(torch.autograd.Function):
         if w8 is None:
             w8 = join_weights(weights, weight_scale, x.dtype, None if plain else E4M3)
         scales = input_scale, weight_scale, gradient_scale
-        ctx.save_for_backward(x8, ends, order, inverse, *scales, seen, w8t, *weights)
+        ctx.save_for_backward(x8, ends, places, inverse, row_ends, *scales, seen, w8t, *weights)
         ctx.copies, ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = copies, dynamic, plain, note, x.dtype
-        rows8 = x8 if order is None else take_copies(x8, copied_from(order, copies))
+        rows8 = x8 if places is None else take_copies(x8, places)
         return grouped_product(rows8, w8, ends, input_scale, weight_scale, x.dtype)
 
     @staticmethod
     def backward(ctx: AutogradContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x8, ends, order, inverse, input_scale, weight_scale, gradient_scale, seen, w8t, *weights = (
-            ctx.saved_tensors
-        )
+        x8, ends, places, inverse, row_ends, *others = ctx.saved_tensors
+        input_scale, weight_scale, gradient_scale, seen, w8t, *weights = others
         g8, gradient_scale, gradient_seen = quantise(gradient, gradient_scale, E5M2, ctx.dynamic, ctx.plain)
         if w8t is None:
             w8t = transposed(join_weights(weights, weight_scale, ctx.dtype, None if ctx.plain else E4M3))
         x_gradient = grouped_product(g8, w8t, ends, gradient_scale, weight_scale, ctx.dtype)
-        places = None if order is None else copied_from(order, ctx.copies)
         weight_gradients = grouped_outer_product(g8, x8, places, ends, gradient_scale, input_scale, weights)
         if inverse is not None:
-            x_gradient = sum_copies(x_gradient, inverse, ctx.copies)
+            x_gradient = sum_copies(x_gradient, inverse, ctx.copies, row_ends)
         to_probe = observe(seen, gradient_seen, ctx.note)
-        return x_gradient, *6 * (None,), to_probe, *6 * (None,), *weight_gradients
+        return x_gradient, *7 * (None,), to_probe, *6 * (None,), *weight_gradients
 
 
 def grouped_product(

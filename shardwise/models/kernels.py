@@ -9,6 +9,9 @@ its expert. torch's own products are slower, support no e5m2, and need padded ro
 `cross_entropy` reads each row of logits twice and writes its gradient; the compiler's kernel reads each row
 three times.
 
+`sum_segments` and `weigh_rows` sum the outputs of experts where rows have different numbers of copies
+(models/sorting.py). torch's operators would write every summand in float32 first.
+
 `transpose8` transposes a matrix of bytes. The compiler would let the kernel that makes the matrix write the
 transposed copy: where that kernel goes along rows, to sum or to find a maximum, it writes single bytes a
 whole column apart, and takes ten times as long.
@@ -32,6 +35,8 @@ TILE = 128
 """Number of rows and of columns that one program transposes."""
 LOGITS_PER_READ = 4096
 """Number of logits of a row that a program reads at a time."""
+VALUES = 1024
+"""Number of values of a row that a program reads at a time to sum copies of rows."""
 ROWS, COLUMNS, DEPTH = 128, 256, 128
 """Size of a product's tile, and how much of the summed dimension is read at a time."""
 ADJACENT = 8
@@ -154,6 +159,64 @@ def cross_entropy(
             IGNORED=ignored, CAPPED=softcap is not None, COUNT=LOGITS_PER_READ, num_warps=8,
         )  # fmt: skip
     return losses.sum()
+
+
+@triton.jit
+def _sum_segments(
+    rows, inverse, ends, weights, out, columns,
+    WEIGHTED: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    total = tl.zeros((COUNT,), tl.float64 if EXACT else tl.float32)
+    for copy in range(tl.load(ends + row - 1, mask=row > 0, other=0), tl.load(ends + row)):
+        values = tl.load(rows + tl.load(inverse + copy) * columns + at, mask=at < columns, other=0)
+        values = values.to(total.dtype)
+        total += values * tl.load(weights + copy).to(total.dtype) if WEIGHTED else values
+    tl.store(out + row * columns + at, total.to(out.dtype.element_ty), mask=at < columns)
+
+
+def sum_segments(rows: Tensor, inverse: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+    """Return for each i the sum of rows[inverse[j]] over all j from ends[i - 1] to ends[i], times weights[j]
+    if there are any: (len(ends), columns)."""
+    count, columns = ends.shape[0], rows.shape[1]
+    out = rows.new_empty(count, columns)
+    if count:
+        with torch.cuda.device(rows.device):
+            _sum_segments[count, triton.cdiv(columns, VALUES)](
+                rows, inverse, ends, rows if weights is None else weights, out, columns,
+                WEIGHTED=weights is not None, EXACT=rows.dtype == torch.float64, COUNT=VALUES,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _weigh_rows(
+    gradient, rows, weights, places, out, products, columns, EXACT: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    copy = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((COUNT,), tl.float64 if EXACT else tl.float32)
+    source = gradient + tl.load(places + copy) * columns
+    weight = tl.load(weights + copy).to(total.dtype)
+    for start in range(0, columns, COUNT):
+        at = start + tl.arange(0, COUNT)
+        values = tl.load(source + at, mask=at < columns, other=0).to(total.dtype)
+        tl.store(out + copy * columns + at, (values * weight).to(out.dtype.element_ty), mask=at < columns)
+        total += values * tl.load(rows + copy * columns + at, mask=at < columns, other=0).to(total.dtype)
+    tl.store(products + copy, tl.sum(total, 0))
+
+
+def weigh_rows(gradient: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gradient[places[i]] times weights[i] for each row i, and its product with rows[i]."""
+    (count, columns), exact = rows.shape, rows.dtype == torch.float64
+    out = torch.empty_like(rows)
+    products = rows.new_empty(count, dtype=torch.float64 if exact else torch.float32)
+    if count:
+        with torch.cuda.device(rows.device):
+            _weigh_rows[count,](
+                gradient, rows, weights, places, out, products, columns, EXACT=exact, COUNT=VALUES
+            )
+    return out, products
 
 
 @triton.jit

@@ -50,6 +50,8 @@ predicted), null where unknown. Rows of seconds also have the planner's `terms`,
 `predicted_calls` and `measured_calls` of a step.
 """
 
+_EXPERTS = "all_to_all/expert"
+"""The exchange of rows with experts on other devices, in the ledger."""
 _CLOSE = 0.05
 """Disagreements below this fraction are not mentioned."""
 _COLUMNS: dict[str, JustifyMethod] = {
@@ -220,6 +222,8 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
             "A pipeline rank with nothing to do waits for a message: bubble and imbalance are measured as "
             "communication."
         )
+    if any(row["what"] == _EXPERTS and row["measured"] not in (None, row["predicted"]) for row in rows):
+        yield "The router decides how many rows go to experts on other devices; an even load was predicted."
     if any(row["what"].startswith("computing and communication") for row in rows):
         yield "On this device waits cannot be told from computing: only both together were measured."
 

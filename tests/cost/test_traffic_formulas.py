@@ -4,6 +4,7 @@ properties."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from shardwise.config import Model
 from shardwise.config.parameters import count, parameter_shapes
 from shardwise.config.schedules import SCHEDULES
+from shardwise.cost.block_flows import devices_per_token
 from shardwise.cost.flow import Flow
+from shardwise.cost.software import Software
 from shardwise.cost.space import AT_ONCE, RECOMPUTE, Space, Workload, space_of
 from shardwise.cost.traffic import flows, totals
 from shardwise.plans import make_schedule, stage_blocks
@@ -165,11 +168,39 @@ def test_context_moves_what_its_table_says() -> None:
     assert number(row, "all_to_all", "context", "forward")[1] == EVEN.layers * 2 * queries * (2 + 2 * shared)
 
 
-def test_experts_take_each_token_as_often_as_it_chooses() -> None:
+def test_experts_take_each_token_once_on_each_device() -> None:
+    """On the average over all pairs of experts: 2 of 8 are on one device of 4 in 4 of 28 pairs. A choice is
+    three numbers in float32."""
     row = {"data": 4, "expert": 4, "micro_batch": 2, "zero": 1}
-    rows, numbers = 2 * LENGTH * EXPERTS.experts_per_token * 64 * 2, 8 * EXPERTS.experts
-    assert number(row, "all_to_all", "expert", "forward", EXPERTS) == (3 * 8, 8 * (2 * rows + numbers))
-    assert number(row, "all_to_all", "expert", "backward", EXPERTS) == (2 * 8, 8 * 2 * rows)
+    pairs = list(combinations(range(8), 2))
+    devices = sum(len({expert // 2 for expert in pair}) for pair in pairs) / len(pairs)
+    assert devices == (24 * 2 + 4) / 28
+    rows, choices, numbers = round(2 * LENGTH * devices) * 64 * 2, 2 * LENGTH * 2 * 3 * 4, 2 * 8 * 4
+    assert number(row, "all_to_all", "expert", "forward", EXPERTS) == (
+        4 * 8,
+        8 * (2 * rows + choices + numbers),
+    )
+    assert number(row, "all_to_all", "expert", "backward", EXPERTS) == (3 * 8, 8 * (2 * rows + choices))
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(4, 4), (6, 1), (8, 3), (12, 5)])
+def test_a_token_visits_as_many_devices_as_over_all_choices_on_average(experts: int, chosen: int) -> None:
+    model = EXPERTS.model_copy(update={"experts": experts, "experts_per_token": chosen})
+    degrees = [size for size in range(1, experts + 1) if experts % size == 0]
+    choices = list(combinations(range(experts), chosen))
+    expected = [
+        sum(len({expert // (experts // size) for expert in choice}) for choice in choices) / len(choices)
+        for size in degrees
+    ]
+    repeated = np.array([*degrees, *degrees])
+    assert devices_per_token(model, repeated) == pytest.approx(np.array([*expected, *expected]), rel=1e-12)
+
+
+def test_other_programs_send_a_token_to_each_expert() -> None:
+    space = space_of([{"data": 4, "expert": 4, "micro_batch": 2, "zero": 1}])
+    sent = totals(flows(work(EXPERTS), space, Software("another"), device="cpu"), space, 0)
+    rows, numbers = 2 * LENGTH * 2 * 64 * 2, 8 * 8
+    assert sent["all_to_all/expert"] == {"count": 5 * 8, "bytes": 8 * (4 * rows + numbers)}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -77,7 +77,6 @@ RUN_BY = {
     "config.dtype_names": "docs/test_tested_modules.py",
     "config.machine": "config/test_config_reading.py",
     "config.no_effect": "train/test_header.py",
-    "cost.block_flows": "cost/test_traffic_formulas.py",
     "cost.first_rank": "parallel/test_predictions.py",
     "cost.matmuls": "cost/test_prices_of_computing.py",
     "cost.pipeline_time": "search/test_planner_properties.py",

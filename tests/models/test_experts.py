@@ -24,7 +24,14 @@ from shardwise.config.model_config import to_config, to_model
 from shardwise.models import Transformer, check_values, initialise, weights_without_memory
 from shardwise.models.experts import Experts, MixtureOfExperts, apply_experts, attach
 from shardwise.models.rotary import rotary_frequencies
-from shardwise.models.sorting import inverse_permutation, permute, weighted_sum
+from shardwise.models.sorting import (
+    Sorting,
+    copy_rows,
+    inverse_permutation,
+    sort_unevenly,
+    sum_rows,
+    weighted_sum,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -358,7 +365,7 @@ def test_sums_over_a_split_sequence_make_the_loss_that_of_the_whole() -> None:
 def test_an_expert_without_rows_gets_a_gradient_of_zeros_and_one_may_take_all(count: list[int]) -> None:
     experts = mixture().experts
     x = torch.randn(sum(count), SHAPE["hidden"], dtype=torch.float64, requires_grad=True)
-    y = experts(x, torch.tensor(count))
+    y = experts.outputs(x, torch.tensor(count))
     rows = [i for i, rows in enumerate(count) for _ in range(rows)]
     expected = [
         experts.down[i] @ (F.silu(experts.gate[i] @ r) * (experts.up[i] @ r))
@@ -386,8 +393,9 @@ def test_sums_over_a_tokens_experts_are_rounded_once(chosen: int) -> None:
 
     def run(dtype: torch.dtype) -> list[Tensor]:
         visited, by, x = (each.to(dtype).requires_grad_() for each in (rows, weights, token))
-        mixed = weighted_sum(visited, by, order, inverse_permutation(order))
-        permuted = permute(x, order, inverse_permutation(order), copies=chosen)
+        sorting = Sorting(order // chosen, inverse_permutation(order), chosen)
+        mixed = weighted_sum(visited, by.flatten(), sorting)
+        permuted = copy_rows(x, sorting)
         found = torch.autograd.grad(
             (mixed, permuted), (visited, by, x), (token.to(dtype), sorted_row.to(dtype))
         )
@@ -398,6 +406,44 @@ def test_sums_over_a_tokens_experts_are_rounded_once(chosen: int) -> None:
         torch.testing.assert_close(found.double(), truth, rtol=1.01 * 2.0**-8, atol=1e-9)
     by_hand = torch.stack([rows[place].double() for place in inverse_permutation(order)]).view(40, chosen, 32)
     close(run(torch.float64)[0], (by_hand * weights.double().unsqueeze(-1)).sum(1))
+
+
+@pytest.mark.parametrize("numbers", [[3, 1, 0, 2, 5], [1] * 6, [0, 0], []])
+def test_sums_over_different_numbers_of_copies_are_rounded_once(numbers: list[int]) -> None:
+    """In 16 bits, against loops in float64; and copying and summing are each other's backward."""
+    torch.manual_seed(8)
+    of_row = torch.arange(len(numbers)).repeat_interleave(torch.tensor(numbers, dtype=torch.int64))
+    order = torch.randperm(len(of_row))
+    sorting = sort_unevenly(of_row[order], inverse_permutation(order), len(numbers))
+    copies, copies_gradient = (torch.randn(len(of_row), 4).bfloat16() for _ in range(2))
+    rows, rows_gradient = (torch.randn(len(numbers), 4).bfloat16() for _ in range(2))
+    weights = torch.rand(len(of_row)).bfloat16()
+
+    def of_copies(x: Tensor, factors: Tensor) -> Tensor:
+        summed = torch.zeros(len(numbers), 4, dtype=torch.float64)
+        for place, copy in enumerate(order.tolist()):
+            summed[of_row[copy]] += factors[copy].double() * x[place].double()
+        return summed
+
+    x, y, z = (each.requires_grad_() for each in (rows.clone(), copies.clone(), copies.clone()))
+    by = weights.clone().requires_grad_()
+    copied, summed, weighted = copy_rows(x, sorting), sum_rows(y, sorting), weighted_sum(z, by, sorting)
+    found = [
+        *(copied, *torch.autograd.grad(copied, (x,), copies_gradient)),
+        *(summed, *torch.autograd.grad(summed, (y,), rows_gradient)),
+        *(weighted, *torch.autograd.grad(weighted, (z, by), rows_gradient)),
+    ]
+    spread, ones = rows_gradient.double()[of_row[order]], torch.ones(len(of_row))
+    products = (spread * copies.double()).sum(1)
+    truth = [
+        *(rows.double()[of_row[order]], of_copies(copies_gradient, ones)),
+        *(of_copies(copies, ones), spread),
+        *(of_copies(copies, weights), spread * weights[order].double().unsqueeze(1)),
+        products[inverse_permutation(order)],
+    ]
+    for actual, expected in zip(found, truth, strict=True):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), expected, rtol=1.01 * 2.0**-8, atol=1e-6)
 
 
 # In training

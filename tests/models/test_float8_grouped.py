@@ -83,9 +83,8 @@ def test_a_grouped_product_and_its_gradients_are_those_of_the_8_bit_numbers(
 def sorting_of(tokens: int, copies: int, experts: int = 4) -> tuple[Sorting, list[int]]:
     chosen = torch.stack([torch.randperm(experts)[:copies] for _ in range(tokens)]).flatten()
     order = chosen.argsort(stable=True)
-    return Sorting(order, inverse_permutation(order), copies), torch.bincount(
-        chosen, minlength=experts
-    ).tolist()
+    sorting = Sorting(order // copies, inverse_permutation(order), copies)
+    return sorting, torch.bincount(chosen, minlength=experts).tolist()
 
 
 def test_rows_cast_before_they_are_copied_are_rows_cast_after() -> None:
@@ -94,7 +93,7 @@ def test_rows_cast_before_they_are_copied_are_rows_cast_after() -> None:
     sorting, counts = sorting_of(11, copies=2)
     before, after = GroupedFloat8("gate", "up"), GroupedFloat8("gate", "up")
     scaled_for(before, weights), scaled_for(after, weights)
-    copied = tokens.repeat_interleave(2, dim=0)[sorting.order]
+    copied = tokens[sorting.rows]
     found = before(tokens, ends_of(counts), weights, sorting)
     truth = after(copied, ends_of(counts), weights)
     assert torch.equal(found, truth)
@@ -172,7 +171,7 @@ def test_experts_with_some_of_their_products_in_float8(names: tuple[str, ...]) -
         assert isinstance(product, GroupedFloat8)
         scaled_for(product, tuple(getattr(experts, name) for name in product.weights))
     counts = [3, 0, 9, 1]
-    found = experts(x, torch.tensor(counts))
+    found = experts.outputs(x, torch.tensor(counts))
     inner_is_cast, last_is_cast = "gate" in names, "down" in names
     with torch.no_grad():
         weights = experts.gate, experts.up
@@ -228,7 +227,7 @@ def test_the_kernels_of_a_gpu_multiply_the_same_8_bit_numbers(counts: list[int] 
         there = (
             None
             if sorting is None
-            else Sorting(sorting.order.to(device), sorting.inverse.to(device), sorting.copies)
+            else Sorting(sorting.rows.to(device), sorting.inverse.to(device), sorting.copies)
         )
         y = product(x, ends_of(counts).to(device), (gate, up), there)
         return [y, *torch.autograd.grad(y, (x, gate, up), gradient.to(device))]

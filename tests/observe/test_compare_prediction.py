@@ -157,6 +157,14 @@ def test_bytes_are_equal_or_the_difference_is_shown(tmp_path):
     assert "512 B in 1 call" in shown(folder)
 
 
+def test_the_report_says_why_experts_got_other_bytes(tmp_path):
+    exchange = {"kind": "all_to_all", "axis": "expert", "count": 7, "bytes": 4096}
+    for size in (4096, 4090):
+        ledger = {"all_to_all/expert": {"count": 7, "bytes": size}}
+        folder = write_run(tmp_path, [line(1, collectives=ledger)], {**PREDICTED, "bytes": [exchange]})
+        assert ("an even load was predicted" in shown(folder)) == (size != 4096)
+
+
 def test_a_collective_that_did_not_happen_was_measured_as_none(tmp_path):
     rows = rows_of(write_run(tmp_path, [line(1, collectives={})]))
     assert pair(rows[SUM]) == (4096, 0)

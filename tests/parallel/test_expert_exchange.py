@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -100,20 +101,36 @@ def test_the_ledger_holds_the_counts_and_each_row_four_times(ranks: Callable[[in
 # The whole block
 
 
-def block() -> tuple[MixtureOfExperts, Tensor]:
-    torch.manual_seed(7)
-    module = MixtureOfExperts(MODEL).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return module, torch.randn(4, 8, HIDDEN, dtype=torch.float64)
+SIGMOID = {"router": "sigmoid", "balance_bias": 0.1, "routing_scale": 2.5, "normalise_routing": False}
 
 
-def in_parallel(worker: Worker, layout: dict[str, int]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts, with its losses, and what its router prefers."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    preferred: tuple[int, ...] = ()
+    """Experts that every token chooses, if it chooses as many."""
+
+    def make(self) -> tuple[MixtureOfExperts, Tensor]:
+        """The block, and its input on one device."""
+        torch.manual_seed(7)
+        module = MixtureOfExperts(MODEL.model_copy(update=self.fields)).double()
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        if module.router.bias is not None:
+            module.router.bias = torch.linspace(-0.2, 0.2, module.config.experts)
+            module.router.bias[list(self.preferred)] += 9.0
+        module.gradient_scale = 0.5
+        return module, torch.randn(4, 8, HIDDEN, dtype=torch.float64)
+
+
+def in_parallel(worker: Worker, layout: dict[str, int], mixture: Mixture) -> dict[str, Any]:
     """This rank's sequences (data), and its part of each (context and tensor), through its experts."""
     mesh = join(worker, Layout(**layout))
-    module, x = block()
-    module.gradient_scale = 0.5
-    split_over_experts(module, Sharding({"experts": experts()}), Comm(mesh))
+    comm = Comm(mesh)
+    module, x = mixture.make()
+    split_over_experts(module, Sharding({"experts": experts()}), comm)
     x = x.chunk(mesh.size("data"))[mesh.coordinate("data")]
     x = (
         x.chunk(mesh.size("context x tensor"), dim=1)[mesh.coordinate("context x tensor")]
@@ -129,28 +146,18 @@ def in_parallel(worker: Worker, layout: dict[str, int]) -> dict[str, Tensor]:
         "x": x.grad,
         "load": module.take_load(),
         "expert": mesh.coordinate("expert"),
+        "ledger": comm.ledger.take(),
     }
 
 
-LAYOUTS = [{"data": 2, "expert": 2}, {"data": 1, "context": 2, "expert": 2}, {"data": 2, "context": 2,
-"expert": 4},
-           {"data": 2, "context": 1, "tensor": 2, "expert": 2}, {"data": 4, "expert": 2}]  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_block_with_its_balancing_losses_computes_what_one_device_does(
-    ranks: Callable[[int], Pool], layout: dict[str, int]
-) -> None:
-    world = Layout(**layout).world
-    found = ranks(world).run(in_parallel, layout)
-    module, x = block()
-    module.gradient_scale = 0.5
+def compare_with_one_device(found: list[dict[str, Any]], layout: dict[str, int], mixture: Mixture) -> None:
+    module, x = mixture.make()
     y = module(x.requires_grad_())
     y.square().sum().backward()
-    per_sequence = world // layout["data"]
+    per_sequence = len(found) // layout["data"]
     for name, truth in (("y", y.detach()), ("x", x.grad)):
         parts = [torch.cat([part[name] for part in found[start : start + per_sequence]], dim=1)
-                 for start in range(0, world, per_sequence)]  # fmt: skip
+                 for start in range(0, len(found), per_sequence)]  # fmt: skip
         torch.testing.assert_close(torch.cat(parts), truth, rtol=1e-12, atol=1e-12)
     assert torch.equal(sum(part["load"] for part in found), module.take_load())
     for name, parameter in module.named_parameters():
@@ -162,3 +169,66 @@ def test_a_block_with_its_balancing_losses_computes_what_one_device_does(
         else:
             total = torch.stack([part[name] for part in found]).sum(0)
         torch.testing.assert_close(total, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+LAYOUTS = [{"data": 2, "expert": 2}, {"data": 1, "context": 2, "expert": 2}, {"data": 2, "context": 2,
+"expert": 4},
+           {"data": 2, "context": 1, "tensor": 2, "expert": 2}, {"data": 4, "expert": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_block_with_its_balancing_losses_computes_what_one_device_does(
+    ranks: Callable[[int], Pool], layout: dict[str, int]
+) -> None:
+    found = ranks(Layout(**layout).world).run(in_parallel, layout, Mixture())
+    compare_with_one_device(found, layout, Mixture())
+
+
+MIXTURES = {
+    "one of 8": Mixture({"experts_per_token": 1, "normalise_routing": False}),
+    "2 of 12, sigmoid": Mixture({**SIGMOID, "experts": 12}),
+    "4 of 16": Mixture({"experts": 16, "experts_per_token": 4, "shared_experts": 0}),
+    "8 of 8": Mixture({"experts_per_token": 8}),
+    "8 of 16, sigmoid": Mixture({**SIGMOID, "experts": 16, "experts_per_token": 8}),
+    "all on the first device": Mixture({**SIGMOID}, preferred=(0, 1)),
+    "none on the first device": Mixture({**SIGMOID, "experts_per_token": 4}, preferred=(4, 5, 6, 7)),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_any_routing_gives_what_one_device_gives_and_the_same_bits_again(
+    ranks: Callable[[int], Pool], devices: int, name: str
+) -> None:
+    layout, mixture = {"data": devices, "expert": devices}, MIXTURES[name]
+    found, again = (ranks(devices).run(in_parallel, layout, mixture) for _ in range(2))
+    compare_with_one_device(found, layout, mixture)
+    for first, second in zip(found, again, strict=True):
+        for key, value in first.items():
+            assert torch.equal(value, second[key]) if isinstance(value, Tensor) else value == second[key]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_row_goes_once_to_each_device_with_experts_for_it(
+    ranks: Callable[[int], Pool], devices: int, name: str
+) -> None:
+    """By hand, from the router's choices: rows and their sums, three numbers a choice, two a device."""
+    mixture = MIXTURES[name]
+    module, x = mixture.make()
+    parts = [module.router(part.flatten(0, 1)).experts.tolist() for part in x.chunk(devices)]
+    per_device = module.config.experts // devices
+    rows = [[0] * devices for _ in parts]  # from each device to each
+    choices = [[0] * devices for _ in parts]
+    for source, tokens in enumerate(parts):
+        for chosen in tokens:
+            for device in range(devices):
+                there = [expert for expert in chosen if expert // per_device == device]
+                rows[source][device] += bool(there)
+                choices[source][device] += len(there)
+    found = ranks(devices).run(in_parallel, {"data": devices, "expert": devices}, mixture)
+    for rank, part in enumerate(found):
+        moved_rows = sum(rows[rank]) + sum(line[rank] for line in rows)  # there and back
+        moved_choices = sum(choices[rank]) + sum(line[rank] for line in choices)  # and their gradients
+        size = 16 * devices + 8 * (2 * HIDDEN * moved_rows + 3 * moved_choices)
+        assert part["ledger"]["all_to_all/expert"] == {"count": 7, "bytes": size}

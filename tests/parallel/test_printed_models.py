@@ -71,7 +71,7 @@ def test_matrices_are_printed_with_the_part_that_each_tensor_device_has(
 def test_experts_and_attention_over_devices_are_printed(ranks: Callable[[int], Pool], corpus: str) -> None:
     model = {**FAMILIES["experts"], "layers": 1}
     _, second = on_two(ranks, job(corpus, model=model, train=SMALL, layout={"data": 2, "expert": 2}))
-    assert "Experts(expert 1 of 2: experts 2:4 of 4, rows sent" in second["blocks.0.feed_forward.experts"]
+    assert "Experts(expert 1 of 2: experts 2:4 of 4)" in second["blocks.0.feed_forward.experts"]
     ring = {"data": 1, "context": 2, "attention": "ring"}
     first, _ = on_two(ranks, job(corpus, model={**LLAMA, "layers": 1}, train=SMALL, layout=ring))
     assert (
@@ -160,7 +160,7 @@ LAYOUTS = {
         "experts",
         {"recompute": "selective"},
         {"data": 2, "expert": 2},
-        "ExchangedExperts RecomputedAttention RecomputedGatedFeedForward",
+        "DispatchedExperts RecomputedAttention RecomputedGatedFeedForward",
     ),
     "pipeline": ("llama", {"recompute": "full"}, {"data": 1, "pipeline": 2}, "RecomputedBlock"),
     "data": ("llama", {"compile": True}, {"data": 2, "zero": 0}, "CompiledBlock"),
