@@ -81,16 +81,14 @@ def save_on_a_full_disk(worker: Worker, tables: Tables, on: int, what: str, wait
 @pytest.mark.parametrize(
     ("on", "what", "wait"),
     [
-        *((1, "shards", True), (0, "shards", False), (0, "manifest", True), (1, "limit", False)),
-        *(
-            pytest.param(on, what, wait, marks=pytest.mark.full)
-            for on, what, wait in (
-                (1, "shards", False),
-                (0, "shards", True),
-                (0, "manifest", False),
-                (1, "limit", True),
-            )
-        ),
+        (1, "shards", True),
+        (0, "manifest", False),
+        pytest.param(0, "shards", False, marks=pytest.mark.full),
+        pytest.param(0, "shards", True, marks=pytest.mark.full),
+        pytest.param(1, "shards", False, marks=pytest.mark.full),
+        pytest.param(0, "manifest", True, marks=pytest.mark.full),
+        pytest.param(1, "limit", True, marks=pytest.mark.full),
+        pytest.param(1, "limit", False, marks=pytest.mark.full),
     ],
 )
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks_with_the_old_checkpoint_whole(

@@ -87,7 +87,7 @@ def test_the_table_has_the_mean_and_the_variance_of_the_distribution() -> None:
 
 @st.composite
 def slices(chosen: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    shape = tuple(chosen(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
+    shape = tuple(chosen(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
     bounds = [sorted(chosen(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     return shape, tuple(
         slice(0, size) if chosen(st.booleans()) else slice(*own)
