@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-full lint reference picture
+.PHONY: quickstart test test-quick test-full lint reference picture
 
 quickstart: .venv/.installed
 	rm -rf runs/quickstart
@@ -15,8 +15,11 @@ quickstart: .venv/.installed
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
 
-test: export PYTHONHASHSEED = 0
-test: lint  ## the same examples and the same order of sets every time; `make test-full` tries others every time
+test: .venv/.installed-dev
+	$(MAKE) --jobs=2 lint test-quick
+
+test-quick: export PYTHONHASHSEED = 0
+test-quick: .venv/.installed-dev  ## the same examples and the same order of sets every time; `make test-full` tries others every time
 	$(PYTEST) -m "not full"
 
 test-full: lint

@@ -59,9 +59,8 @@ def kill_now_and_then(run: Path, process: Command, chance: random.Random) -> int
     return killed
 
 
-@pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20) if seed != 1)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
 def test_whoever_is_killed_every_portion_counts_once(
     started: Started, tmp_path: Path, lockstep: list[dict[str, Any]], seed: int
 ) -> None:

@@ -117,6 +117,7 @@ def test_one_field_is_pinned_and_the_others_are_searched(plan: Plan) -> None:
     assert len({one["layout"]["pipeline"] for one in found["candidates"]}) > 1
 
 
+@pytest.mark.full
 def test_what_is_to_be_pasted_gives_the_same_prediction_again(plan: Plan, tmp_path: Path) -> None:
     for pins in (
         [],

@@ -194,6 +194,7 @@ def test_a_thread_cannot_launch_a_run(tmp_path: Path) -> None:
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
+@pytest.mark.full
 def test_the_python_lines_of_the_page_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ def layouts(quick: Mapping[str, str]) -> Iterator[Any]:
 
 
 PROVEN = {"vision_transformer": TENSOR, "dpo": ZERO_3, "recurrent": ZERO_3}
-TRAINED = {"vision_transformer": TENSOR, "recurrent": ZERO_3}
+TRAINED = {"recurrent": ZERO_3}
 
 
 def call(warm: Server, folder: Path, command: str, name: str, *words: str) -> str:
@@ -91,10 +91,8 @@ def test_a_program_learns_on_four_workers(warm: Server, tmp_path: Path, name: st
     assert falls([step["loss"] for step in steps])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "recurrent" else [pytest.mark.full]) for name in PROGRAMS],
-)
+@pytest.mark.full  # the quick suite drills a smaller program (tests/train/test_engine.py)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_whose_worker_is_killed_ends_with_the_same_bits(
     warm: Server, tmp_path: Path, name: str
 ) -> None:

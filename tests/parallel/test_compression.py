@@ -59,11 +59,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 def usual(index: int, codec: str) -> bool:
     """Of the layouts and codecs, what is tried each time: two devices with a tensor axis have whole weights
     in a later row."""
-    return (
-        index == 0
-        or (index == 4 and codec in IN_TWO_HOPS)
-        or (index % 4 == 1 and index != 5 and codec == "int8")
-    )
+    return index == 0 or (index == 4 and codec in IN_TWO_HOPS) or (index % 8 == 1 and codec == "int8")
 
 
 def compressed_job(corpus: str, family: str, layout: dict[str, Any], **more: Any) -> Tables:
