@@ -55,12 +55,14 @@ class GradientSum:
     ) -> None:
         self.comm, self.axis, self.group = comm, axis, group
         self.compressor, self.names = compressor, names
+        self._summed: set[Tensor] = set()
         self._exposed = ExitStack()
         self._queue = OrderedSums(comm.device) if compressor else None
 
     def reduce(self, bucket: _Bucket) -> torch.futures.Future[Tensor]:
         """Start the sum of one bucket."""
         buffer = bucket.buffer()
+        self._summed.update(bucket.parameters())
         if self.compressor is not None and self._queue is not None and self.compressor.active:
             summed = self._queue.run(partial(self._compress, self.compressor, bucket, buffer))
         else:
@@ -76,9 +78,22 @@ class GradientSum:
         compressor.all_reduce(names, bucket.gradients())
         return buffer
 
-    def backward_ended(self) -> None:
-        """End the exposed time; the caller calls this when backward has returned."""
+    def backward_ended(self) -> list[str]:
+        """End the exposed time, and return the names of weights that lack a gradient, if any gradient was not
+        summed. The caller calls this when backward has returned.
+
+        DDP sums buckets in order, each when all its weights have got a gradient. So a weight without one
+        leaves its bucket and all later ones unsummed.
+        """
         self._exposed.close()
+        unsummed = {
+            name: weight
+            for weight, name in self.names.items()
+            if weight.requires_grad and weight not in self._summed
+        }
+        self._summed.clear()
+        lacking = [name for name, weight in unsummed.items() if weight.grad is None or not weight.grad.any()]
+        return lacking or list(unsummed)
 
 
 def _end(begun: Collective, future: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -100,6 +100,9 @@ class DataParallel:
     """Whether gradients are set to zero in place after a step, rather than freed."""
     compressors: list[CompressedAxisSum] = field(default_factory=list, init=False)
     """Objects that sum compressed gradients, one per axis."""
+    unsummed: list[str] = field(default_factory=list, init=False)
+    """Weights without a gradient in the last backward of the step, if gradients were not summed for this
+    reason."""
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         output: Tensor = self.model(*args, **kwargs)
@@ -212,7 +215,7 @@ class Replicated(DataParallel):
                 yield
         else:
             yield
-            self.hook.backward_ended()
+            self.unsummed = self.hook.backward_ended()
 
 
 @dataclass

@@ -48,6 +48,18 @@ def check_gradients(training: Training) -> None:
         )
 
 
+def check_sums(training: Training) -> None:
+    """Raise if gradients of this rank were not summed, because a weight got none. Called in each step, before
+    the ranks exchange anything else."""
+    names = [name for part in training.parallel.parts for name in part.unsummed]
+    if names:
+        raise RunFailed(
+            f"step {training.step + 1}: {names[0]} got no gradient in the last micro-batch. With "
+            "layout.zero = 0 each trained weight needs one there on each device, because all gradients are "
+            "summed together; write layout.zero=1, where a weight may go without, on all devices alike"
+        )
+
+
 def check_copies(training: Training) -> None:
     """Raise if ranks that hold the same slice hold different bits. Called after the update."""
     local_sums = _sums(training)

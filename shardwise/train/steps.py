@@ -22,7 +22,7 @@ from shardwise.optim import update
 from shardwise.plans.learning_rate import learning_rate
 from shardwise.train.build import Training
 from shardwise.train.float8_check import Float8Check
-from shardwise.train.guard import check_copies, check_gradients
+from shardwise.train.guard import check_copies, check_gradients, check_sums
 from shardwise.train.non_finite import overflowed
 from shardwise.train.record import QueuedNumbers, StepRecord, StepRecorder
 from shardwise.train.sources import Source
@@ -62,6 +62,7 @@ def steps(
             gradients = source.compute_gradients()
             if gradients is None:
                 return  # asked to stop while the source waited for gradients
+            check_sums(training)
             scales = float8.check()
 
             # Their norm, and one sum over all ranks: of the loss and the message of each rank.

@@ -89,8 +89,8 @@ def named_losses(engine: sw.Engine) -> None:
 
 
 class WithToken(nn.Module):
-    """Has a weight of its own beside its layers, and a norm on its float inputs. Its loss calls a part of "
-    "it."""
+    """Has a weight of its own beside its layers, and a norm on its float inputs. Its loss calls a part of
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,6 +457,32 @@ def leaves_a_weight_out(engine: sw.Engine) -> None:
     engine.prepare(Unused)
     for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
         engine.forward_backward(loss, batch)
+        engine.optim_step()
+
+
+class TwoHeads(Net):
+    """Has a second head, which adds to the logits if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        logits = super().forward(x)
+        return logits + self.other(x) if both else logits
+
+
+def rests_a_head(engine: sw.Engine) -> None:
+    """Uses the second head in every second step."""
+
+    def alternating(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        logits = model(batch["x"], both=engine.step % 2 == 0)
+        return F.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
+
+    engine.prepare(TwoHeads)
+    engine.optimizer("adamw", lr=1e-2, weight_decay=0.0)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(alternating, batch)
         engine.optim_step()
 
 

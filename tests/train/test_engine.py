@@ -249,12 +249,17 @@ def with_program(worker: Worker, tables: Tables) -> list[tuple[float, float]]:
     return [(step.loss, step.gradient_norm) for step in trained(worker, tables)[0]]
 
 
+@pytest.mark.parametrize("precision", ["float32", "float8"])
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 2, "zero": 2}, {"tensor": 2, "data": 1}, {"pipeline": 2, "data": 1}, {"context": 2, "data": 1}],
+    [
+        {"data": 2, "zero": 2},
+        pytest.param({"tensor": 2, "data": 1}, marks=pytest.mark.full),
+        {"pipeline": 2, "data": 1},
+        pytest.param({"context": 2, "data": 1}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("precision", ["float32", "float8"])
 def test_the_jobs_model_trains_through_the_engine_to_the_bit(
     ranks: Any, layout: dict[str, int], precision: str
 ) -> None:
@@ -313,6 +318,19 @@ def test_a_mistake_in_a_program_gets_one_message(program: str) -> None:
 def test_a_buffer_of_the_samples_of_one_device_is_refused(ranks: Any) -> None:
     with pytest.raises(AssertionError, match="the buffer mean differs between rank 0 and rank 1"):
         ranks(2).run(trained, tables_of("has_a_buffer_of_its_samples", layout={"data": 2}))
+
+
+def test_a_weight_that_rests_in_a_step_is_refused_where_gradients_wait_for_it(ranks: Any) -> None:
+    """DDP would sum no gradient of that step, and say so in the next one only."""
+    alone, weights = trained(ALONE, tables_of("rests_a_head"))
+    for zero in (1, 3):
+        layout = {"data": 2, "zero": zero}
+        for done, found in ranks(2).run(trained, tables_of("rests_a_head", layout=layout)):
+            assert [step.loss for step in done] == pytest.approx([step.loss for step in alone], rel=1e-12)
+            torch.testing.assert_close(found, weights, rtol=1e-11, atol=1e-13)
+    message = "step 2: other.* got no gradient in the last micro-batch. With layout.zero"
+    with pytest.raises(AssertionError, match=message):
+        ranks(2).run(trained, tables_of("rests_a_head", layout={"data": 2, "zero": 0}))
 
 
 def test_a_scalar_weight_is_refused_with_zero_alone(ranks: Any) -> None:
