@@ -17,9 +17,9 @@ once for all parameters (optimizers/class_step.py makes the steps).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from shardwise.errors import UserError
 from shardwise.optimizers.base import NORM_NUMBERS, Optimizer
@@ -51,15 +51,19 @@ class TorchClass(Optimizer):
         0.0, ge=0, description="as the class defines it, on matrices only; left out: the default of the class"
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _complete(cls, values: object) -> object:
-        """Return the values with the weight decay that the class has by default."""
+    def _complete(cls, values: object, make: ModelWrapValidatorHandler[Self]) -> Self:
+        """Return the optimizer with the weight decay that the class has by default, which does not count as a
+        key that was given."""
         if not isinstance(values, dict) or not isinstance(values.get("name"), str):
-            return values
+            return make(values)
         from shardwise.optimizers.try_torch_class import complete_settings
 
-        return complete_settings(values, cls.model_fields)
+        made = make(complete_settings(values, cls.model_fields))
+        if "weight_decay" not in values:
+            made.model_fields_set.discard("weight_decay")
+        return made
 
     @model_validator(mode="after")
     def _try(self) -> TorchClass:

@@ -16,11 +16,14 @@ from shardwise.data.samples import Samples
 from shardwise.data.streams import Stream
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import build_program_module, use_factory, weights_without_memory
-from shardwise.optimizers import address_of, from_table
+from shardwise.optimizers import Optimizer, address_of, from_table
 from shardwise.parallel.expert import expert_modules
 from shardwise.parallel.tables import table_of
 from shardwise.plurals import counted
 from shardwise.section import Section
+
+ASKED = "what the program asks for"
+"""Source of a table's values, for messages."""
 
 
 class Request:
@@ -105,9 +108,7 @@ class Request:
     def filled(self) -> Config:
         """Return the job with what the program has asked for. Values that the job gives stay."""
         config = self.config
-        update: dict[str, Any] = {}
-        if self._optimizer is not None and not config.optimizer.model_fields_set:
-            update["optimizer"] = _optimizer(self._optimizer)
+        update: dict[str, Any] = {"optimizer": self._filled_optimizer()}
         if self.samples is not None:
             update["data"] = _updated(config.data, {"sequence_length": 1, "held_out": 0.0})
         if config.model.is_of_program:
@@ -125,6 +126,16 @@ class Request:
         if "steps" not in given and (steps := self._steps(train.global_batch)) is not None:
             train = _updated(train, {"steps": steps})
         return config.model_copy(update={**update, "train": train})
+
+    def _filled_optimizer(self) -> Optimizer:
+        """Return the program's optimizer, with the keys that the job gives; or that of the job, if the
+        program has none or the job names another one."""
+        asked, job = self._optimizer, self.config.optimizer
+        if asked is None or ("name" in job.model_fields_set and job.name != asked["name"]):
+            return job
+        given = {key: getattr(job, key) for key in job.model_fields_set}
+        with _checked(f"{ASKED}, with the job's [optimizer]," if given else ASKED):
+            return from_table({**asked, **given})
 
     def _steps(self, global_batch: int) -> int | None:
         """Return the number of steps that the program asks for; None: the job decides."""
@@ -176,17 +187,11 @@ def _updated(table: Section, values: Mapping[str, Any]) -> Any:
         return type(table).model_validate({**given, **values})
 
 
-def _optimizer(table: Mapping[str, object]) -> Any:
-    """Return the optimizer that a program asks for, checked."""
-    with _checked():
-        return from_table(dict(table))
-
-
 @contextmanager
-def _checked() -> Iterator[None]:
-    """Raise what is wrong with a table as messages."""
+def _checked(what: str = ASKED) -> Iterator[None]:
+    """Raise what is wrong with a table as messages. `what` says where its values are from."""
     try:
         yield
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        raise ConfigError("what the program asks for", problems) from None
+        raise ConfigError(what, problems) from None

@@ -368,6 +368,11 @@ def adamw(engine: sw.Engine) -> None:
     _with_optimizer(engine, "adamw")
 
 
+def sgd(engine: sw.Engine) -> None:
+    engine.optimizer("sgd", lr=1e-2, momentum=0.5)
+    _begins(engine)
+
+
 def fails_at_once(engine: sw.Engine) -> None:
     raise KeyError("data")
 

@@ -21,7 +21,7 @@ from ranks.jobs import ALONE, Tables, put_together
 from ranks.pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from train.programs import BATCH, OPTIMIZERS, STEPS, Net, Points, Tied, loss
+from train.programs import BATCH, GROUPS, OPTIMIZERS, STEPS, Net, Points, Tied, loss
 
 import shardwise as sw
 from shardwise.checkpoint.state_key import StateKey
@@ -31,6 +31,7 @@ from shardwise.config.read import from_tables
 from shardwise.data.samples import Samples
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
+from shardwise.optimizers import from_table
 from shardwise.plans import choose
 from shardwise.train.build import Training, build
 from shardwise.train.program import Program
@@ -178,6 +179,34 @@ def test_a_class_of_a_program_is_proven_and_survives_a_launch(tmp_path: Path, na
     done = sw.launch(f"{PROGRAMS}:{name}", workers=2, layout={"data": 2, "zero": 2}, run=run)
     assert done.status == 0
     assert [step["step"] for step in done.metrics] == list(range(1, STEPS + 1))
+
+
+NADAM = {"name": "torch.optim.NAdam", "groups": GROUPS, **OPTIMIZERS["nadam"][1]}
+
+
+@pytest.mark.parametrize(
+    ("job", "trained"),
+    [
+        ({}, NADAM),
+        ({"weight_decay": 0.05}, {**NADAM, "weight_decay": 0.05}),
+        ({"groups": {"last.*": {"lr_factor": 2.0}}}, {**NADAM, "groups": {"last.*": {"lr_factor": 2.0}}}),
+        ({"name": "torch.optim.NAdam", "eps": 1e-5}, {**NADAM, "eps": 1e-5}),
+        ({"name": "torch.optim.NAdam", "weight_decay": 0.0}, {**NADAM, "weight_decay": 0.0}),
+        ({"name": "sgd", "momentum": 0.5}, {"name": "sgd", "momentum": 0.5}),
+    ],
+)
+def test_the_optimizer_is_that_of_the_program_with_the_keys_of_the_job(
+    job: dict[str, Any], trained: dict[str, Any]
+) -> None:
+    config = described(from_tables(tables_of("nadam", optimizer=job)))
+    assert config.optimizer == from_table(trained)
+
+
+def test_a_key_that_the_optimizer_of_the_program_does_not_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optimizer.epsilon: NAdam has no keyword 'epsilon'"):
+        described(from_tables(tables_of("nadam", optimizer={"epsilon": 1e-5})))
+    with pytest.raises(UserError, match=r"with the job's \[optimizer\], has 1 problem.*\n.*betas: Extra"):
+        described(from_tables(tables_of("sgd", optimizer={"betas": (0.9, 0.9)})))
 
 
 def test_processes_that_read_ahead_change_nothing(tmp_path: Path) -> None:
