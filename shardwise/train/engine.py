@@ -72,13 +72,16 @@ class Engine:
 
         `dataset` has `__len__` and `__getitem__`, or only `__iter__`; left out, the data are those of the
         job. `collate` makes a batch of a list of samples, by default as torch's `DataLoader` does. The run
-        makes `steps` steps, or passes `epochs` times through the data (1 by default). `workers` processes
-        read ahead. `sequences` names the entries of a batch that are sequences in their dim 1: the devices of
-        the context axis share them, and the batch gets the `positions` of a device's tokens.
+        makes `steps` steps, or passes `epochs` times through the data (1 by default). There is one loop over
+        batches in a run, so this is called once. `workers` processes read ahead. `sequences` names the
+        entries of a batch that are sequences in their dim 1: the devices of the context axis share them, and
+        the batch gets the `positions` of a device's tokens.
         """
         samples = None
-        if dataset is None and sequences:
-            raise UserError("engine.batches: sequences= is for a dataset of the program's own; leave it out")
+        if dataset is None:
+            _check_no_dataset_settings(
+                collate=collate, epochs=epochs, workers=workers, sequences=tuple(sequences)
+            )
         if dataset is not None:
             samples = samples_of("engine.batches", dataset, collate, workers, tuple(sequences))
         self._program.request("batches").choose_data(samples, global_batch, steps, epochs)
@@ -165,3 +168,13 @@ class Engine:
     def device(self) -> torch.device:
         """The device that this worker computes on."""
         return self._program.present().mesh.device
+
+
+def _check_no_dataset_settings(**settings: object) -> None:
+    """Raise if a program says how to read a dataset and gives none."""
+    for name, value in settings.items():
+        if value:
+            raise UserError(
+                f"engine.batches: {name}= is for a dataset of the program's own; leave it out"
+                + (", or give steps=" if name == "epochs" else "")
+            )

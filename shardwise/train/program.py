@@ -29,8 +29,9 @@ from shardwise.models.program_module import LossFunction
 from shardwise.models.torch_dtypes import DTYPES
 from shardwise.plurals import counted
 from shardwise.train.check_loss import check_program_loss
+from shardwise.train.program_call import call_program, why_no_batch
 from shardwise.train.program_outputs import export, means_over
-from shardwise.train.program_request import Request
+from shardwise.train.program_request import SECOND_LOOP, Request
 from shardwise.train.program_values import Metrics, StepBatch, next_token_loss
 from shardwise.train.turns import Turns
 
@@ -78,16 +79,25 @@ class Program:
         self._finished, self._calls = False, 0
         self._names: tuple[str, ...] = ()
         """Names of the losses of the step before; none before the first step."""
-        self._turns = Turns(lambda: run(self))
+        self._returned: object = None
+        """What the user's function returned; None: it has not returned yet."""
+        self._turns = Turns(lambda: self._run(run))
+
+    def _run(self, run: Callable[[Program], object]) -> None:
+        self._returned = call_program(self.address, run, self)
 
     def request(self, call: str) -> Request:
         """Return what the program asks for, for a call that belongs before the loop."""
-        if self._loop_begun:
-            again = (
-                "; one loop makes all steps, also of several epochs (epochs=3)" if call == "batches" else ""
-            )
-            raise UserError(f"engine.{call} comes before the loop over engine.batches(...){again}")
-        return self.asked
+        if not self._loop_begun:
+            return self.asked
+        if call != "batches":
+            raise UserError(f"engine.{call} comes before the loop over engine.batches(...)")
+        if not self._finished:
+            raise UserError(SECOND_LOOP)
+        raise UserError(
+            "engine.batches was called again after its loop, which has made all steps of the run. For "
+            "several epochs say engine.batches(..., epochs=3), and leave the loop over epochs out"
+        )
 
     # The loop's side
 
@@ -100,10 +110,7 @@ class Program:
         """Run the program up to its first batch, and return what it has asked for."""
         self._turns.resume()
         if not self._loop_begun:
-            raise UserError(
-                f"{self.address}: the program ended before its first batch; call engine.prepare(...), then "
-                "loop over engine.batches(...)"
-            )
+            raise UserError(f"{self.address}: {why_no_batch(self._returned)}")
         if not self.asked.prepared:
             raise UserError(
                 f"{self.address}: the program has no model; call engine.prepare(...) before its loop"

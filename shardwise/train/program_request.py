@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import nn
 from shardwise.config import Config, brings_data
 from shardwise.data.samples import Samples
 from shardwise.data.streams import Stream
-from shardwise.errors import ConfigError, UserError
+from shardwise.errors import ConfigError, UserError, shown
 from shardwise.models import build_program_module, use_factory, weights_without_memory
 from shardwise.optimizers import Optimizer, address_of, from_table
 from shardwise.parallel.expert import expert_modules
@@ -24,6 +25,12 @@ from shardwise.section import Section
 
 ASKED = "what the program asks for"
 """Source of a table's values, for messages."""
+SECOND_LOOP = (
+    "engine.batches was called twice. A run has one loop over batches, which makes all its steps: put "
+    "several datasets into one, for example torch.utils.data.StackDataset(first=…, second=…), and for "
+    "several epochs say engine.batches(..., epochs=3)"
+)
+"""Message for a second call before the first loop is over."""
 
 
 class Request:
@@ -41,8 +48,8 @@ class Request:
         """Table [optimizer]; None: that of the job."""
         self._train: dict[str, Any] = {}
         """Values of [train]."""
-        self._length: tuple[int | None, float | None] = None, None
-        """Numbers of steps and of epochs."""
+        self._length: tuple[int | None, float | None] | None = None
+        """Numbers of steps and of epochs; None: the program has not asked for data yet."""
 
     def prepare(self, make: Callable[[], nn.Module] | None, sharding: object) -> None:
         """Let `make` make the model, with a sharding table or none."""
@@ -51,6 +58,13 @@ class Request:
                 f"engine.prepare: got a {type(make).__name__}; give the function that makes the model, as in "
                 "engine.prepare(make_model) or engine.prepare(lambda: Model(64))"
             )
+        if self.prepared:
+            raise UserError(
+                "engine.prepare was called twice; several models are one module with several parts, for "
+                "example nn.ModuleDict"
+            )
+        if make is not None:
+            _check_no_arguments(make)
         own = self.config.model.is_of_program
         if own and make is None:
             raise UserError(
@@ -68,6 +82,11 @@ class Request:
 
     def choose_optimizer(self, name: object, lr: float | None, settings: Mapping[str, object]) -> None:
         """Use this optimizer, by its name or its class, with this peak learning rate."""
+        if self._optimizer is not None:
+            raise UserError(
+                "engine.optimizer was called twice; a run has one optimizer, in which some weights can have "
+                "settings of their own: engine.optimizer(..., groups={'encoder.*': {'lr_factor': 0.1}})"
+            )
         if not isinstance(name, str):
             name = address_of(name)
         self._optimizer = {"name": name, **settings}
@@ -78,31 +97,20 @@ class Request:
         self, samples: Samples | None, global_batch: int | None, steps: int | None, epochs: float | None
     ) -> None:
         """Train on these samples, or on the data of the job."""
+        if self._length is not None:
+            raise UserError(SECOND_LOOP)
+        _check_length(steps, epochs)
         if samples is None and brings_data(self.config):
             raise UserError("engine.batches: give a dataset, or a job with data.source")
         if samples is not None and not brings_data(self.config):
             raise UserError(
                 "engine.batches: the program has a dataset, and the job a data.source; leave one out"
             )
-        if (
-            isinstance(samples, Stream)
-            and steps is None
-            and "steps" not in self.config.train.model_fields_set
-        ):
-            raise UserError(
-                f"engine.batches: {type(samples.dataset).__name__} is only iterated over; say how long to "
-                "train with steps=…"
-            )
-        if isinstance(samples, Stream) and samples.workers:
-            raise UserError(
-                f"engine.batches: workers={samples.workers} read by number, and "
-                f"{type(samples.dataset).__name__} is only iterated over; leave workers out, or give the "
-                "dataset __len__ and __getitem__"
-            )
+        if samples is not None:
+            _check_samples(samples, steps is not None or "steps" in self.config.train.model_fields_set)
+            samples = replace(samples, seed=self.config.train.seed)
         if global_batch is not None:
             self._train["global_batch"] = global_batch
-        if samples is not None:
-            samples = replace(samples, seed=self.config.train.seed)
         self.samples, self._length = samples, (steps, epochs)
 
     def filled(self) -> Config:
@@ -139,6 +147,7 @@ class Request:
 
     def _steps(self, global_batch: int) -> int | None:
         """Return the number of steps that the program asks for; None: the job decides."""
+        assert self._length is not None, "the program has asked for data"
         steps, epochs = self._length
         if steps is not None or self.samples is None:
             return steps
@@ -149,7 +158,60 @@ class Request:
                 f"{global_batch}; give a smaller global_batch, or steps=… to read samples several times in a "
                 "step"
             )
-        return max(1, math.floor((epochs or 1.0) * size / global_batch))
+        return max(1, math.floor((1.0 if epochs is None else epochs) * size / global_batch))
+
+
+def _check_no_arguments(make: Callable[[], nn.Module]) -> None:
+    """Raise if a function that makes a model needs arguments."""
+    name = getattr(make, "__name__", type(make).__name__)
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # not known, for example of some functions in C
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise UserError(
+            f"engine.prepare: {name} is called without arguments, and {error}; give it its arguments, as in "
+            f"engine.prepare(lambda: {name}(64))"
+        ) from None
+
+
+def _check_length(steps: int | None, epochs: float | None) -> None:
+    """Raise if a run cannot be this long."""
+    if epochs is None:
+        return
+    if steps is not None:
+        raise UserError(
+            f"engine.batches: steps={shown(steps)} and epochs={shown(epochs)} both say how long to train; "
+            "leave one out"
+        )
+    if not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
+        raise UserError(
+            f"engine.batches: epochs={shown(epochs)}: give how often to read the dataset, a number above 0, "
+            "for example epochs=1"
+        )
+
+
+def _check_samples(samples: Samples, steps_are_known: bool) -> None:
+    """Raise if a dataset cannot be read as a program asks."""
+    kind, workers = type(samples.dataset).__name__, samples.workers
+    if not isinstance(workers, int) or workers < 0:
+        raise UserError(
+            f"engine.batches: workers={shown(workers)}: give the number of processes that read ahead, 0 or "
+            "more"
+        )
+    if not isinstance(samples, Stream):
+        if not samples.count():
+            raise UserError(f"engine.batches: the dataset is empty: {kind} has no samples")
+        return
+    if not steps_are_known:
+        raise UserError(f"engine.batches: {kind} is only iterated over; say how long to train with steps=…")
+    if workers:
+        raise UserError(
+            f"engine.batches: workers={workers} read by number, and {kind} is only iterated over; leave "
+            "workers out, or give the dataset __len__ and __getitem__"
+        )
 
 
 def _sizes(needs_experts: bool) -> dict[str, int]:

@@ -491,6 +491,63 @@ def rests_a_head(engine: sw.Engine) -> None:
         engine.optim_step()
 
 
+def prepares_twice(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    _begins(engine)
+
+
+def chooses_two_optimizers(engine: sw.Engine) -> None:
+    engine.optimizer("adamw", lr=1e-2)
+    engine.optimizer("sgd", lr=1e-1)
+    _begins(engine)
+
+
+def loops_over_two_datasets(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    length: dict[str, Any] = {"global_batch": BATCH, "steps": STEPS}
+    first, second = engine.batches(Points(), **length), engine.batches(Points(48), **length)
+    for batch, _ in zip(first, second, strict=True):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+
+
+def asks_for_a_second_dataset_in_its_loop(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        next(engine.batches(Points(48), global_batch=BATCH))
+
+
+def loops_over_epochs(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for _ in range(2):
+        for batch in engine.batches(Points(24), global_batch=BATCH):
+            engine.forward_backward(loss, batch)
+            engine.optim_step()
+
+
+async def is_async(engine: sw.Engine) -> None:
+    trains(engine)
+
+
+def is_a_generator(engine: sw.Engine) -> Iterator[int]:
+    trains(engine)
+    yield 1
+
+
+def takes_no_argument() -> None:
+    pass
+
+
+def takes_two_arguments(engine: sw.Engine, lr: float) -> None:
+    trains(engine)
+
+
+def prepares_a_class_with_arguments(engine: sw.Engine) -> None:
+    engine.prepare(nn.Linear)  # type: ignore[arg-type]
+
+
 def ends_before_its_loop(engine: sw.Engine) -> None:
     engine.prepare(Net)
 

@@ -34,6 +34,7 @@ from shardwise.mesh import Worker
 from shardwise.optimizers import from_table
 from shardwise.plans import choose
 from shardwise.train.build import Training, build
+from shardwise.train.engine import Engine
 from shardwise.train.program import Program
 from shardwise.train.program_outputs import state_dict
 from shardwise.train.program_source import described, make_program
@@ -335,6 +336,17 @@ MISTAKES = {
     "fails_at_once": "the program failed before its first batch:.*KeyError: 'data'",
     "evaluates_nothing": "engine.evaluate: the dataset is empty",
     "goes_on_after_the_end": "engine.forward_backward got a batch of another step",
+    "prepares_twice": "engine.prepare was called twice; several models are one module with several parts",
+    "chooses_two_optimizers": "engine.optimizer was called twice; .*groups={'encoder",
+    "loops_over_two_datasets": "engine.batches was called twice.*put several datasets into one",
+    "asks_for_a_second_dataset_in_its_loop": "engine.batches was called twice.*put several datasets into one",
+    "loops_over_epochs": r"has made all steps of the run. For several epochs say .*epochs=3\)",
+    "is_async": "the program is async, so nothing of it has run; write def",
+    "is_a_generator": "the program is a generator, so nothing of it has run; write it without yield",
+    "takes_no_argument": r"takes_no_argument\(\) takes 0 positional arguments .* as in def program\(engine\)",
+    "takes_two_arguments": "missing 1 required positional argument: 'lr'; a program is called with the",
+    "prepares_a_class_with_arguments": "engine.prepare: Linear is called without arguments, and missing a "
+    r"required argument: 'in_features'; .*engine.prepare\(lambda: Linear\(",
 }
 
 
@@ -342,6 +354,43 @@ MISTAKES = {
 def test_a_mistake_in_a_program_gets_one_message(program: str) -> None:
     with pytest.raises(UserError, match=f"(?s){MISTAKES[program]}"):
         trained(ALONE, tables_of(program, train={"precision": "float32"}))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "message"),
+    [
+        (Points(), {"epochs": 0}, "engine.batches: epochs=0: give how often to read the dataset"),
+        (Points(), {"epochs": -1}, "engine.batches: epochs=-1: give how often"),
+        (Points(), {"epochs": "2"}, "engine.batches: epochs='2': give how often"),
+        (Points(), {"steps": 3, "epochs": 2}, "steps=3 and epochs=2 both say how long to train; leave one"),
+        (Points(), {"workers": -1}, "engine.batches: workers=-1: give the number of processes"),
+        (Points(), {"workers": "2"}, "engine.batches: workers='2': give the number of processes"),
+        (Points(0), {"steps": 5}, "engine.batches: the dataset is empty: Points has no samples"),
+        ([], {}, "engine.batches: the dataset is empty: list has no samples"),
+    ],
+)
+def test_data_that_cannot_be_read_as_a_program_asks_are_refused(
+    dataset: object, settings: dict[str, Any], message: str
+) -> None:
+    def function(engine: sw.Engine) -> None:
+        engine.prepare(Net)
+        next(engine.batches(dataset, global_batch=BATCH, **settings))
+
+    program = Program(from_tables(tables_of("trains")), lambda program: function(Engine(program)))
+    with pytest.raises(UserError, match=re.escape(message)):
+        program.begin()
+
+
+@pytest.mark.parametrize("given", [{"epochs": 2}, {"collate": list}, {"workers": 2}, {"sequences": ("x",)}])
+def test_settings_of_a_dataset_are_refused_without_one(given: dict[str, Any]) -> None:
+    tables = {**small_job(), "run": {"program": f"{PROGRAMS}:of_the_job"}}
+
+    def function(engine: sw.Engine) -> None:
+        engine.batches(**given)
+
+    program = Program(from_tables(tables), lambda program: function(Engine(program)))
+    with pytest.raises(UserError, match=f"engine.batches: {next(iter(given))}= is for a dataset of the"):
+        program.begin()
 
 
 def test_a_buffer_of_the_samples_of_one_device_is_refused(ranks: Any) -> None:
