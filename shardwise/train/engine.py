@@ -92,7 +92,8 @@ class Engine:
 
         `loss(model, values)` returns the loss summed over the items of a micro-batch, and their number. The
         gradient of the step is that of all sums together, divided by the number of all items. Several losses
-        are a dictionary of sums, which are added; each is recorded under its name.
+        are a dictionary of sums, which are added; each is recorded under its name, which must not be that of
+        another number of a step (`loss`, `items`, `seconds`).
         """
         return self._program.forward_backward(loss, batch)
 

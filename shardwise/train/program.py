@@ -32,7 +32,13 @@ from shardwise.train.check_loss import check_program_loss
 from shardwise.train.program_call import call_program, why_no_batch
 from shardwise.train.program_outputs import export, means_over
 from shardwise.train.program_request import SECOND_LOOP, Request
-from shardwise.train.program_values import Metrics, StepBatch, next_token_loss
+from shardwise.train.program_values import (
+    Metrics,
+    StepBatch,
+    check_logged_names,
+    check_names_of_losses,
+    next_token_loss,
+)
 from shardwise.train.turns import Turns
 
 if TYPE_CHECKING:
@@ -336,6 +342,7 @@ class Program:
                 names = min(different) if len(different) == 1 else names
         if names == self._names:
             return names
+        check_names_of_losses(names, training.step + 1)
         point = f"losses {training.step} {names}"
         if training.mesh.missing_at(point, AGREE_SECONDS):
             raise UserError(
@@ -383,6 +390,7 @@ class Program:
 
     def log(self, values: Mapping[str, float]) -> None:
         """Record numbers with the present step."""
+        check_logged_names(values)
         self._logged |= {name: float(value) for name, value in values.items()}
 
     def evaluate(self, function: LossFunction, samples: Samples) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,13 @@ from shardwise.data.batches import Batch
 from shardwise.data.samples import MicroBatch
 from shardwise.errors import UserError
 from shardwise.models import IGNORED
+
+STEP_NUMBERS = ("gradient_norm", "items", "learning_rate", "loss", "seconds", "step", "time", "tokens")
+"""Numbers that shardwise records for each step. Losses of a program have other names, but for a single loss,
+which is named `loss`."""
+EVENT_FIELDS = ("event", "name", "step", "time")
+"""Names that no number of `Engine.log` may have, because numbers that are logged after the last step are the
+fields of an event."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,3 +65,23 @@ class Metrics(Mapping[str, float]):
         return (
             "Metrics(known after engine.optim_step())" if self._values is None else f"Metrics({self._values})"
         )
+
+
+def check_names_of_losses(names: Sequence[str], step: int) -> None:
+    """Raise if a loss has the name of another number of a step, which it would hide."""
+    taken = [name for name in names if name in STEP_NUMBERS]
+    if taken and list(names) != ["loss"]:
+        raise UserError(
+            f"step {step}: the loss function named a loss {taken[0]!r}, and each step has a number of this "
+            f"name already; choose another name, for example '{taken[0]}_term'"
+        )
+
+
+def check_logged_names(names: Iterable[str]) -> None:
+    """Raise if a number that a program logs has the name of something that each event has."""
+    for name in names:
+        if name in EVENT_FIELDS:
+            raise UserError(
+                f"engine.log({name}=…): each event has something of this name already; choose another "
+                f"name, for example {name}_of_program"
+            )

@@ -98,7 +98,6 @@ RUN_BY = {
     "models.program_module": "train/test_engine.py",
     "train.program_call": "train/test_engine.py",
     "train.program_request": "train/test_engine.py",
-    "train.program_values": "train/test_engine.py",
     "train.turns": "train/test_engine.py",
     "train.float8_check": "train/test_float8_runs.py",
     "train.non_finite": "train/test_non_finite.py",

@@ -527,6 +527,31 @@ def loops_over_epochs(engine: sw.Engine) -> None:
             engine.optim_step()
 
 
+def _names_losses(engine: sw.Engine, *names: str) -> None:
+    def named(model: nn.Module, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        losses, items = two_losses(model, batch)
+        return dict(zip(names, losses.values(), strict=True)), items
+
+    trains(engine, named)
+
+
+def names_a_loss_items(engine: sw.Engine) -> None:
+    _names_losses(engine, "items", "small")
+
+
+def names_a_loss_seconds(engine: sw.Engine) -> None:
+    _names_losses(engine, "fit", "seconds")
+
+
+def names_a_loss_loss_beside_another(engine: sw.Engine) -> None:
+    _names_losses(engine, "loss", "small")
+
+
+def logs_a_step(engine: sw.Engine) -> None:
+    trains(engine)
+    engine.log(step=3.0)
+
+
 async def is_async(engine: sw.Engine) -> None:
     trains(engine)
 

@@ -38,6 +38,7 @@ from shardwise.train.engine import Engine
 from shardwise.train.program import Program
 from shardwise.train.program_outputs import state_dict
 from shardwise.train.program_source import described, make_program
+from shardwise.train.program_values import check_names_of_losses
 from shardwise.train.steps import StepRecord, steps
 
 PROGRAMS = Path(__file__).parent / "programs.py"
@@ -341,6 +342,10 @@ MISTAKES = {
     "loops_over_two_datasets": "engine.batches was called twice.*put several datasets into one",
     "asks_for_a_second_dataset_in_its_loop": "engine.batches was called twice.*put several datasets into one",
     "loops_over_epochs": r"has made all steps of the run. For several epochs say .*epochs=3\)",
+    "names_a_loss_items": "step 1: the loss function named a loss 'items', .* for example 'items_term'",
+    "names_a_loss_seconds": "step 1: the loss function named a loss 'seconds'",
+    "names_a_loss_loss_beside_another": "step 1: the loss function named a loss 'loss'",
+    "logs_a_step": r"engine.log\(step=…\): each event has something of this name already",
     "is_async": "the program is async, so nothing of it has run; write def",
     "is_a_generator": "the program is a generator, so nothing of it has run; write it without yield",
     "takes_no_argument": r"takes_no_argument\(\) takes 0 positional arguments .* as in def program\(engine\)",
@@ -391,6 +396,11 @@ def test_settings_of_a_dataset_are_refused_without_one(given: dict[str, Any]) ->
     program = Program(from_tables(tables), lambda program: function(Engine(program)))
     with pytest.raises(UserError, match=f"engine.batches: {next(iter(given))}= is for a dataset of the"):
         program.begin()
+
+
+def test_a_single_loss_may_be_named_loss() -> None:
+    check_names_of_losses(("loss",), 1)
+    check_names_of_losses(("fit", "small"), 1)
 
 
 def test_a_buffer_of_the_samples_of_one_device_is_refused(ranks: Any) -> None:
