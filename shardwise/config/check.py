@@ -18,7 +18,7 @@ from shardwise.config.machine import ClusterSection
 from shardwise.config.model import Model
 from shardwise.config.parameters import count, parameter_shapes
 from shardwise.config.schema import Data, Run, Train
-from shardwise.drivers.registry import DRIVERS, driver_named
+from shardwise.drivers.registry import DRIVERS, driver_named, drivers
 from shardwise.optimizers import Optimizer
 from shardwise.optimizers.groups import unmatched
 from shardwise.section import Section
@@ -184,6 +184,16 @@ def _data(data: Data, run: Run) -> Iterator[str]:
         yield _keep_one("data.source", "data.sources")
 
 
+def _program(train: Train, run: Run) -> Iterator[str]:
+    """Refuse drivers whose gradients cannot come from a program."""
+    if run.program is not None and not driver_named(train.driver).runs_programs:
+        able = [repr(driver.name) for driver in drivers() if driver.runs_programs]
+        yield (
+            f"train.driver = {train.driver!r}: cannot run a program (run.program); leave train.driver out, "
+            f"or use one of {', '.join(able)}"
+        )
+
+
 def _recompute(train: Train) -> Iterator[str]:
     if isinstance(train.recompute, float) and not 0 <= train.recompute <= 1:
         yield (
@@ -316,6 +326,8 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _size,
     _experts,
     _data,
+    _program,
+    no_effect.sample_of_program,
     _recompute,
     _state_dtype,
     no_effect.float8_settings,

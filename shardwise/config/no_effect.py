@@ -13,7 +13,7 @@ from shardwise.config.compression import SETTINGS
 from shardwise.config.layout import Layout
 from shardwise.config.model import Model
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.config.schema import Config, Observe, Train
+from shardwise.config.schema import Config, Data, Observe, Run, Train, brings_data
 from shardwise.drivers.registry import driver_of
 from shardwise.section import Section
 
@@ -75,6 +75,16 @@ def names_of_mirrors(observe: Observe) -> Iterator[str]:
             yield f"observe.{name}: has no effect without observe.wandb or observe.mlflow; leave it out"
 
 
+def sample_of_program(observe: Observe, model: Model, data: Data, run: Run) -> Iterator[str]:
+    """Refuse a text to continue where a program brings the model or the data."""
+    own_data = data.source is None and not data.sources
+    if observe.sample and run.program is not None and (model.is_of_program or own_data):
+        yield (
+            "observe.sample: has no effect with the model or the dataset of a program, which knows no "
+            "tokenizer; leave it out"
+        )
+
+
 def settings_of_driver(driver: str, section: Section) -> Iterator[str]:
     """Refuse settings of a driver that the job does not use."""
     for name in section.changed_keys():
@@ -97,6 +107,7 @@ def idle_settings(config: Config, layout: Layout, on_cpu: bool, gpus: int) -> li
         **_idle_in_layout(config, layout),
         **_idle_on_devices(config, layout, on_cpu, gpus),
         **_idle_in_training(config),
+        **_idle_in_program(config),
     }
     return [note for note, is_idle in idle.items() if is_idle]
 
@@ -126,9 +137,29 @@ def _idle_on_devices(config: Config, layout: Layout, on_cpu: bool, gpus: int) ->
 def _idle_in_training(config: Config) -> dict[str, bool]:
     train = config.train
     return {
-        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
+        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0
+        and config.data.held_out == 0
+        and not _evaluates_itself(config),
         "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
         f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
         "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0
         and train.steps == 1,
     }
+
+
+def _idle_in_program(config: Config) -> dict[str, bool]:
+    """Return the settings in whose place a program calls the engine."""
+    train, itself = config.train, _evaluates_itself(config)
+    return {
+        "train.clip: a program limits gradients with engine.clip_grad_norm": config.run.program is not None
+        and "clip" in train.model_fields_set,
+        "train.evaluate_every: the program evaluates with engine.evaluate": itself
+        and train.evaluate_every > 0,
+        "train.evaluate_sequences: the program evaluates with engine.evaluate": itself
+        and not _is_default(train, "evaluate_sequences"),
+    }
+
+
+def _evaluates_itself(config: Config) -> bool:
+    """Whether held-out data are evaluated by the program alone, because it brings the model or the data."""
+    return config.run.program is not None and (config.model.is_of_program or brings_data(config))

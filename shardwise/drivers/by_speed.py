@@ -27,6 +27,7 @@ class BySpeed(Driver):
         "pipeline": "the stages of a pipeline send each other messages of one size"
     }
     varies_rows = True
+    runs_programs = False
 
     def settings_without_effect(self, training: Training) -> list[str]:
         """Return a note if the speed of devices cannot be measured with this layout."""

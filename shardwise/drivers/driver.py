@@ -88,6 +88,8 @@ class Driver:
     """Whether ranks send each other messages while a checkpoint may be written in the background."""
     has_loose_workers: ClassVar[bool] = False
     """Whether there are workers that are not ranks (`loose_worker`). They may join and leave at any time."""
+    runs_programs: ClassVar[bool] = True
+    """Whether gradients can come from a program (`run.program`)."""
     starts_own_processes: ClassVar[bool] = False
     """Whether it needs shardwise's own launcher, and cannot run under torchrun or srun."""
     resumes_missing: ClassVar[bool] = False

@@ -17,6 +17,7 @@ class WholeModels(Driver):
     lockstep = False
     ranks_on_host = True
     talks_while_saving = True
+    runs_programs = False
     starts_own_processes = True
 
 

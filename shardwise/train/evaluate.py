@@ -16,8 +16,9 @@ from shardwise.train.build import Training
 @torch.no_grad()
 def held_out_loss(training: Training) -> float | None:
     """Return the mean loss over the held-out data, the same on every rank: in nats per token, or per item
-    that a user's module counts. None: nothing is held out."""
-    if not isinstance(training.dataset, Dataset):
+    that a user's module counts. None: nothing is held out, or the model is that of a
+    program, which evaluates it itself (`engine.evaluate`)."""
+    if not isinstance(training.dataset, Dataset) or training.config.model.is_of_program:
         return None
     dataset, device = training.dataset, training.mesh.device
     count = min(dataset.held_out_count, training.config.train.evaluate_sequences)

@@ -117,6 +117,7 @@ TRAIN = [
     ("train.compile=yes", "train.compile = 'yes'"),
     ("train.seed=-1", "greater than or equal to 0"),
     ("train.driver=servers", "'server'"),
+    ("run.program=model.py:Other train.driver=hogwild", "train.driver = 'hogwild': cannot run a program"),
     ("optimizer.name=adam", "'adamw'"),
     # models that cannot be
     ("model.preset=lama3-8b", "Did you mean llama3-8b?"),

@@ -193,6 +193,14 @@ class Tokens:
         return {"inputs": drawn[:-1], "targets": drawn[1:]}
 
 
+def reads_the_data_of_the_job(engine: sw.Engine) -> None:
+    """A model of its own on the text of the job."""
+    engine.prepare(lambda: Transformer(Model(layers=1)))
+    for batch in engine.batches(steps=2, global_batch=4):
+        engine.forward_backward(sw.next_token_loss, batch)
+        engine.optim_step()
+
+
 def makes_our_transformer(engine: sw.Engine) -> None:
     """The built-in model as a module of the program."""
     engine.prepare(lambda: Transformer(Model()))

@@ -34,7 +34,9 @@ from shardwise.mesh import Worker
 from shardwise.optimizers import from_table
 from shardwise.plans import choose
 from shardwise.train.build import Training, build
+from shardwise.train.describe import describe_run
 from shardwise.train.engine import Engine
+from shardwise.train.evaluate import held_out_loss
 from shardwise.train.program import Program
 from shardwise.train.program_outputs import state_dict
 from shardwise.train.program_source import described, make_program
@@ -401,6 +403,56 @@ def test_settings_of_a_dataset_are_refused_without_one(given: dict[str, Any]) ->
 def test_a_single_loss_may_be_named_loss() -> None:
     check_names_of_losses(("loss",), 1)
     check_names_of_losses(("fit", "small"), 1)
+
+
+@pytest.mark.parametrize("driver", ["by-speed", "server", "hogwild"])
+def test_drivers_that_cannot_run_programs_are_refused_with_other_problems(driver: str) -> None:
+    refused = (
+        rf"(?s)problems:.*train.driver = '{driver}': cannot run a program \(run.program\); leave "
+        "train.driver out, or use one of 'synchronous', 'local'"
+    )
+    with pytest.raises(UserError, match=refused):
+        from_tables(tables_of("trains", train={"driver": driver, "clip": -1.0}))
+    assert from_tables(tables_of("trains", train={"driver": "local"}, layout={"data": 1})).train.clip == 1.0
+
+
+def test_a_sample_of_text_is_refused_where_the_program_brings_model_or_data() -> None:
+    sample = {"observe": {"sample": "To be"}}
+    run = {"program": f"{PROGRAMS}:of_the_job"}
+    with pytest.raises(UserError, match=r"observe.sample: has no effect with the model or the dataset of a"):
+        from_tables({**tables_of("trains"), **sample})
+    with pytest.raises(UserError, match=r"observe\.sample"):
+        from_tables({"model": small_job()["model"], "run": run, **sample})
+    with pytest.raises(UserError, match=r"observe\.sample"):
+        from_tables({"data": small_job()["data"], "run": run, **sample})
+    assert from_tables({**small_job(), "run": run, **sample}).observe.sample == "To be"
+
+
+def test_settings_that_a_program_replaces_are_named_in_the_header() -> None:
+    train = {"clip": 0.1, "evaluate_every": 2, "evaluate_sequences": 8}
+    training, program = begin(ALONE, tables_of("trains", train=train))
+    program.leave()
+    named = describe_run(training)["no effect"]
+    assert "train.clip: a program limits gradients with engine.clip_grad_norm" in named
+    assert "train.evaluate_every: the program evaluates with engine.evaluate" in named
+    assert "train.evaluate_sequences: the program evaluates with engine.evaluate" in named
+    assert "held_out" not in named
+    training, program = begin(ALONE, tables_of("trains"))
+    program.leave()
+    assert "engine." not in describe_run(training).get("no effect", "")
+
+
+def test_a_model_of_a_program_on_the_jobs_data_is_not_evaluated_as_the_jobs() -> None:
+    job = small_job()
+    tables = {**job, "run": {"device": "cpu", "program": f"{PROGRAMS}:reads_the_data_of_the_job"}}
+    del tables["model"], tables["train"]
+    training, _ = begin(ALONE, tables)
+    source = training.rank_driver.source(training)
+    assert len(list(steps(training, source=source))) == 2
+    source.finish()
+    source.close()
+    assert training.text.held_out_count > 0
+    assert held_out_loss(training) is None
 
 
 def test_a_buffer_of_the_samples_of_one_device_is_refused(ranks: Any) -> None:
