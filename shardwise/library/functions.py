@@ -63,6 +63,9 @@ def launch(
     from shardwise.library.start import start
     from shardwise.resilience.stopping import Stopped
 
+    _check_count("workers", workers)
+    _check_count("min_workers", min_workers)
+    _check_count("max_workers", max_workers)
     job = _job(job, tables)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("launch: call it in the main thread, which receives the signals that stop a run")
@@ -90,6 +93,7 @@ def verify(
     """
     from shardwise.library.prove_job import prove_job
 
+    _check_count("steps", steps)
     _check_choice("dtype", dtype, get_args(Dtype))
     _check_choice("against", against, get_args(Reference))
     job = _on_device(_job(job, tables), device)
@@ -113,6 +117,8 @@ def drill(
     """
     from shardwise.library.drill_job import drill_job
 
+    _check_count("count", count)
+    _check_count("workers", workers)
     job = _on_device(_job(job, tables), device)
     return Drill(drill_job(job.path, job.overrides, faults, count, seed, workers))
 
@@ -130,6 +136,11 @@ def _job(what: Trained, tables: Mapping[str, Tables]) -> Job:
 
 def _on_device(job: Job, device: Device | None) -> Job:
     return job if device is None else job.changed(run={"device": device})
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise UserError(f"{name} = {value!r}: give a whole number of at least 1, or leave it out")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -232,6 +232,23 @@ def test_the_program_of_the_page_runs_as_printed(tmp_path: Path) -> None:
     assert float(ended.stdout) < 2.0
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    [
+        (sw.launch, "workers", 0),
+        (sw.launch, "workers", -1),
+        (sw.launch, "workers", "2"),
+        (sw.launch, "max_workers", 0),
+        (sw.verify, "steps", 0),
+        (sw.drill, "count", 0),
+        (sw.drill, "workers", 0),
+    ],
+)
+def test_a_number_below_one_is_refused(tmp_path: Path, function: Any, name: str, value: object) -> None:
+    with pytest.raises(sw.UserError, match=f"^{name} = {value!r}: give a whole number of at least 1"):
+        function(small(tmp_path), **{name: value})
+
+
 def test_an_unknown_choice_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(sw.UserError, match="dtype = 'float8': not known; use one of float64"):
         sw.verify(small(tmp_path), dtype="float8")  # type: ignore[arg-type]
