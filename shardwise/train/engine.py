@@ -31,8 +31,9 @@ class Engine:
     def prepare(self, make: Callable[[], torch.nn.Module] | None = None, sharding: object = None) -> None:
         """Say which model to train.
 
-        `make` is called without arguments and returns a `torch.nn.Module`. It is called several times: to
-        build the model without memory for its weights, and to give these their first values. `sharding` is
+        `make` is called without arguments and returns a `torch.nn.Module`. It is called several times, and
+        makes a new module each time: to build the model without memory for its weights, and to give these
+        their first values. `sharding` is
         the module's sharding table; without one the module is trained on data axes with any ZeRO stage. Left
         out: the model of the job.
         """
