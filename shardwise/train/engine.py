@@ -120,9 +120,10 @@ class Engine:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Values of the program's own, which are saved with each checkpoint: numbers, texts, tensors, and
-        lists and dictionaries of them. Set first values before the loop over `batches`: the values of the
-        checkpoint that the run goes on from replace them when the loop begins. The main worker's are saved.
+        """Values of the program's own, which are saved with each checkpoint: numbers, texts, tensors, numpy
+        arrays, and lists and dictionaries of them. Set first values before the loop over `batches`: the
+        values of the checkpoint that the run goes on from replace them when the loop begins. The main
+        worker's are saved.
         """
         return self._program.state
 
