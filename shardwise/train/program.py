@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwise.config import Config
 from shardwise.data.batches import Batch
+from shardwise.data.random_numbers import seed_process
 from shardwise.data.samples import MicroBatch, Reader, Reading, Samples, with_positions
 from shardwise.data.streams import Stream
 from shardwise.errors import UserError
@@ -99,7 +100,12 @@ class Program:
         return self.asked.callbacks
 
     def begin(self) -> Request:
-        """Run the program up to its first batch, and return what it has asked for."""
+        """Run the program up to its first batch, and return what it has asked for.
+
+        Generators are seeded first: workers that survived a fault have drawn more random numbers than new
+        ones, and all must make the same dataset.
+        """
+        seed_process(self.config.train.seed)
         self._turns.resume()
         if not self._loop_begun:
             raise UserError(
@@ -395,6 +401,7 @@ class Program:
             )
         if not isinstance(samples, Stream) and not samples.count():
             raise UserError("engine.evaluate: the dataset is empty")
+        samples = replace(samples, seed=self.config.train.seed)
         if self.asked.samples is not None:
             samples = replace(samples, sequences=self.asked.samples.sequences)
         elif training.plan.layout.context > 1:

@@ -54,9 +54,9 @@ def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, boo
     have, because all devices make the same number of forwards."""
     parallel, size = training.parallel, training.plan.micro_batch
     dtype = DTYPES[training.plan.model.dtypes.compute]
-    for chunk in samples.chunks(size * training.plan.layout.data_parallel):
-        start = training.mesh.data_index * size
-        values = samples.collated(chunk[start : start + size] or chunk[-1:])
+    of_all, start = size * training.plan.layout.data_parallel, training.mesh.data_index * size
+    for number, chunk in enumerate(samples.chunks(of_all)):
+        values = samples.collated(chunk[start : start + size] or chunk[-1:], number * of_all + start)
         values = to_device(values, training.mesh.device, dtype)
         values = with_positions(values, samples.sequences, parallel.positions, parallel.multiple)
         yield values, start < len(chunk)
