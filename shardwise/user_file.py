@@ -6,6 +6,7 @@ or functions of the same file.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ _loading: list[Path] = []
 
 @cache
 def load_file(path: Path) -> ModuleType:
-    """Run a Python file once, as an import would; files beside it can be imported from it."""
+    """Run a Python file once, as an import would; files beside it can be imported from it. A file whose
+    folder has an `__init__.py` is imported as part of that package."""
     _loading.append(path)
     try:
         return _loaded(path)
@@ -54,12 +56,40 @@ def being_loaded() -> Sequence[Path]:
 
 
 def _loaded(path: Path) -> ModuleType:
+    return _imported(path) or _run_alone(path)
+
+
+def _imported(path: Path) -> ModuleType | None:
+    """Import a file that is in a package by its name there, so that relative imports work and the file is not
+    run twice. Return None if it is in no package, or if its package has the name of another one."""
+    folder, names = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if folder == path.parent or not all(name.isidentifier() for name in names):
+        return None
+    _search(folder)
+    package = importlib.util.find_spec(names[0])
+    if package is None or package.origin is None:
+        return None
+    if Path(package.origin).resolve() != folder / names[0] / "__init__.py":
+        return None
+    _search(path.parent)
+    return importlib.import_module(".".join(names).removesuffix(".__init__"))
+
+
+def _run_alone(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file; its name must end in .py")
     loaded = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    _search(path.parent)
     sys.modules[loaded.__name__] = loaded  # dataclasses and the compiler look for it there
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def _search(folder: Path) -> None:
+    """Let imports find what is in a folder."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

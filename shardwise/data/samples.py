@@ -5,7 +5,12 @@ rank computes for any position. So the only state is the number of samples that 
 goes on exactly where it stopped, on any number of devices.
 
 torch's `DataLoader` reads the samples, with as many reading processes as the program asks for. Its sampler
-here yields the indices of one micro-batch after the other, without end.
+here yields the numbers and indices of one micro-batch after the other, without end.
+
+A dataset may draw random numbers, as augmentation does. Before each sample the generators are seeded from the
+job's seed and the number of the sample in the run (data/random_numbers.py). So a sample is augmented in the
+same way on whatever device, in whatever process and before or after a resume, and in another way in the next
+epoch. For that, samples are read one by one: a dataset's `__getitems__` is not called.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import itertools
 import multiprocessing
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,10 +28,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardwise.data.batches import split_evenly
 from shardwise.data.order import Order
+from shardwise.data.random_numbers import generators_restored, seed_sample
 from shardwise.errors import UserError
 
 Collate = Callable[[list[Any]], Any]
@@ -42,7 +48,7 @@ class Samples:
     workers: int = 0
     """Number of processes that read ahead."""
     seed: int = 0
-    """Seed of the order in which samples are read."""
+    """Seed of the order in which samples are read, and of the random numbers that they draw."""
     sequences: tuple[str, ...] = ()
     """Names of the entries of a batch that are sequences, in dim 1: devices of the context axis share them.
     """
@@ -56,14 +62,30 @@ class Samples:
         """Return the number of samples of the dataset."""
         return len(self.dataset)
 
-    def collated(self, samples: list[Any]) -> Any:
-        """Return a batch of these samples."""
-        return (self.collate or default_collate)(samples)
+    def collated(self, samples: list[Any], number: int) -> Any:
+        """Return a batch of these samples, of which the first has this number in the run. Random numbers
+        that the collate function draws follow from that number."""
+        if self.collate is None:
+            return default_collate(samples)
+        with generators_restored():
+            seed_sample(self.seed, number, "collate")
+            return self.collate(samples)
+
+    def samples_at(self, places: Iterable[tuple[int, int]]) -> list[Any]:
+        """Return samples by their numbers in the run and their indices in the dataset. Random numbers that
+        the dataset draws for a sample follow from its number."""
+        samples = []
+        with generators_restored():
+            for number, index in places:
+                seed_sample(self.seed, number)
+                samples.append(self.dataset[index])
+        return samples
 
     def chunks(self, size: int) -> Iterator[list[Any]]:
         """Yield all samples once, by lists of this many; the last one may be shorter."""
         for first in range(0, self.count(), size):
-            yield [self.dataset[index] for index in range(first, min(first + size, self.count()))]
+            indices = range(first, min(first + size, self.count()))
+            yield self.samples_at(zip(indices, indices, strict=True))
 
     def reader(self, reading: Reading) -> Reader:
         """Return a reader of a device's micro-batches. It needs no state of the dataset."""
@@ -130,35 +152,24 @@ class SampleReader:
             # loader are daemons too, and end when they see that this process has ended.
             multiprocessing.current_process().daemon = False
         loader: DataLoader[Any] = DataLoader(
-            samples.dataset,
-            batch_sampler=_Sampler(self.indices_of_batches),
-            collate_fn=samples.collate,
+            _Numbered(samples),
+            batch_sampler=_Sampler(samples, reading),
+            collate_fn=lambda batch: samples.collated(*batch),
             num_workers=samples.workers,
             multiprocessing_context="fork" if samples.workers else None,  # a dataset may be in no module
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # so that torch's own generator stays as it is
         )
-        self._values, self._places = iter(loader), self._parts()
-
-    def _parts(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number in the run of the first sample of each micro-batch, and its indices."""
-        reading = self._reading
-        for step in itertools.count():
-            first = reading.seen + step * reading.global_batch + reading.rows.start
-            for part in split_evenly(len(reading.rows), reading.micro_batches):
-                yield first + part.start, self._samples.indices(first + part.start, len(part))
-
-    def indices_of_batches(self) -> Iterator[list[int]]:
-        """Yield the numbers in the dataset of one micro-batch after the other."""
-        for _, indices in self._parts():
-            yield indices
+        # Nothing here refers to the reader itself: it then ends with its last use, and its processes at once.
+        # In a cycle they would be found by the garbage collector, and each would take seconds to end.
+        self._values, self._places = iter(loader), _micro_batches(samples, reading)
 
     def state_at(self, seen: int) -> object:
         """Return None: the number of samples that the run has seen says everything."""
 
     def sample(self) -> Any:
         """Return the first sample of the run."""
-        return self._samples.dataset[self._samples.indices(0, 1)[0]]
+        return self._samples.samples_at([(0, self._samples.indices(0, 1)[0])])[0]
 
     def __next__(self) -> list[MicroBatch]:
         """Return the micro-batches of the next step."""
@@ -245,11 +256,34 @@ def _length(values: dict[str, Any], name: str) -> int:
     )
 
 
+class _Numbered(Dataset[Any]):
+    """A dataset whose samples are read by their numbers in the run and their indices, many at once."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        return self._samples.samples_at([place])[0]
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> tuple[list[Any], int]:
+        """Return samples that follow each other in the run, and the number of the first one."""
+        return self._samples.samples_at(places), places[0][0]
+
+
 class _Sampler:
-    """Calls a function for each pass over the data, of which there is one without end."""
+    """Yields the samples of one micro-batch after the other, by their numbers in the run and indices."""
 
-    def __init__(self, indices: Callable[[], Iterator[list[int]]]) -> None:
-        self._function = indices
+    def __init__(self, samples: Samples, reading: Reading) -> None:
+        self._samples, self._reading = samples, reading
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._function()
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for first, indices in _micro_batches(self._samples, self._reading):
+            yield list(enumerate(indices, start=first))
+
+
+def _micro_batches(samples: Samples, reading: Reading) -> Iterator[tuple[int, list[int]]]:
+    """Yield the number in the run of the first sample of each micro-batch, and the indices of its samples."""
+    for step in itertools.count():
+        first = reading.seen + step * reading.global_batch + reading.rows.start
+        for part in split_evenly(len(reading.rows), reading.micro_batches):
+            yield first + part.start, samples.indices(first + part.start, len(part))

@@ -5,6 +5,10 @@ Every device reads the whole stream and keeps the samples of its rows. So the sa
 on the number of devices, and the state of the run is one place in the stream: if the dataset has `state_dict`
 and `load_state_dict`, as those of torchdata and Hugging Face have, a run goes on from the state that was
 saved with the checkpoint. Otherwise it reads again what it has read before. A stream that ends begins again.
+
+Random numbers that a stream draws while the samples of a step are read follow from the number of the first
+one. So all devices see the same stream, and see it again when they read up to their place. They do not follow
+from each sample, because a stream may draw ahead, for a shuffled buffer for example.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from shardwise.data.batches import split_evenly
+from shardwise.data.random_numbers import generators_restored, seed_sample
 from shardwise.data.samples import Collate, MicroBatch, Reader, Reading, Samples, checksum, to_device
 from shardwise.errors import UserError
 
@@ -32,9 +37,16 @@ class Stream(Samples):
 
     def chunks(self, size: int) -> Iterator[list[Any]]:
         """Yield all samples once, by lists of this many; the last one may be shorter."""
-        samples = iter(self.dataset)
-        while chunk := list(islice(samples, size)):
+        samples, number = chain.from_iterable((self.dataset,)), 0  # begins inside of `take`
+        while chunk := self.take(samples, size, number):
+            number += len(chunk)
             yield chunk
+
+    def take(self, samples: Iterator[Any], count: int, number: int) -> list[Any]:
+        """Return the next samples of an iteration over the stream, of which the first has this number."""
+        with generators_restored():
+            seed_sample(self.seed, number, "stream")
+            return list(islice(samples, count))
 
     def reader(self, reading: Reading) -> Reader:
         """Return a reader of a device's micro-batches."""
@@ -94,8 +106,8 @@ class StreamReader:
             self._samples = stream.read(lambda: dataset.load_state_dict(beginning))
         else:
             self._samples = stream.read()
-            for _ in islice(self._samples, reading.seen):
-                pass
+            for place in range(0, reading.seen, reading.global_batch):
+                stream.take(self._samples, min(reading.global_batch, reading.seen - place), place)
         self._states = {reading.seen: self._state()}
         self._sample: Any = None
 
@@ -114,12 +126,12 @@ class StreamReader:
     def __next__(self) -> list[MicroBatch]:
         """Return the micro-batches of the next step."""
         reading = self._reading
-        samples = list(islice(self._samples, reading.global_batch))
+        samples = self._stream.take(self._samples, reading.global_batch, self._seen)
         self._sample, batches = samples[-1], []
         for part in split_evenly(len(reading.rows), reading.micro_batches):
             places = range(reading.rows.start + part.start, reading.rows.start + part.stop)
-            values = self._stream.collated([samples[place] for place in places])
             numbers = [self._seen + place for place in places]
+            values = self._stream.collated([samples[place] for place in places], numbers[0])
             values = to_device(values, reading.device, reading.dtype)
             batches.append(MicroBatch(values, numbers[0], checksum(numbers)))
         self._seen += reading.global_batch

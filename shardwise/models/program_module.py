@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import UserError
 from shardwise.models.replace import Replacement, join_texts, put_in_place, replacement
@@ -41,6 +43,10 @@ ONE_CALL = (
 """What a pipeline asks of a loss function."""
 _factories: list[Callable[[], object]] = []
 """The function that makes the present program's module; empty before the program has prepared one."""
+_returned_modules = WeakSet[nn.Module]()
+"""Modules that earlier calls of such functions returned, with all their parts."""
+_returned_weights = WeakTensorKeyDictionary()
+"""Weights with memory that earlier calls returned where weights get none."""
 
 
 def use_factory(make: Callable[[], object]) -> None:
@@ -48,8 +54,13 @@ def use_factory(make: Callable[[], object]) -> None:
     _factories[:] = [make]
 
 
-def build_program_module() -> nn.Module:
-    """Return a new module of this process's program, as its author makes it."""
+def build_program_module(with_weights: bool = False) -> nn.Module:
+    """Return a new module of this process's program, as its author makes it.
+
+    It must be made anew by each call. One that the author has built before would still have its memory inside
+    of `weights_without_memory`, which is freed when the model is put on its devices, and it would be cut up
+    with the model. `with_weights`: this call is not inside of that context, and its weights are only read.
+    """
     if not _factories:
         raise UserError(
             'model.module = "program": no program has prepared a module in this process; give run.program too'
@@ -65,7 +76,32 @@ def build_program_module() -> nn.Module:
             f"and "
             "imaginary part in two"
         )
+    _check_new(module, with_weights)
     return module
+
+
+def _check_new(module: nn.Module, with_weights: bool) -> None:
+    """Raise if an earlier call returned the same module, or a part with weights or a weight of it."""
+    whole = f"the {type(module).__name__} that the function returned"
+    for path, part in module.named_modules():
+        if part in _returned_modules and any(True for _ in part.parameters()):
+            what = f"{path} ({type(part).__name__}) of {whole}" if path else whole
+            raise _not_new(what, is_part=bool(path))
+    _returned_modules.update(module.modules())
+    for path, weight in () if with_weights else module.named_parameters():
+        if weight in _returned_weights:
+            raise _not_new(f"the weight {path} of {whole}", is_part=True)
+        if not weight.is_meta:
+            _returned_weights[weight] = True
+
+
+def _not_new(what: str, is_part: bool) -> UserError:
+    instead = "put copy.deepcopy(…) of it into the model" if is_part else "return copy.deepcopy(net)"
+    return UserError(
+        f"engine.prepare: {what} is that of an earlier call. The function is called several times, and what "
+        "it returns is cut up for the devices, so each call has to make all weights anew: build it inside of "
+        f"the function, or {instead}"
+    )
 
 
 @dataclass

@@ -297,7 +297,7 @@ def _construct_weights(parallel: ParallelModel, shape: Model, seed: int) -> None
     constructor on one device. For that, each process has the whole model in host memory for a moment."""
     with torch.random.fork_rng(devices=[]), empty_memory_is_nan():
         torch.manual_seed(seed)
-        whole = build_program_module() if shape.is_of_program else build_user_module(shape)
+        whole = build_program_module(with_weights=True) if shape.is_of_program else build_user_module(shape)
     for name, weight in whole.named_parameters():
         if weight.isnan().any():
             raise UserError(

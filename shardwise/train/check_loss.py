@@ -101,7 +101,7 @@ def check_program_loss(training: Training, loss: LossFunction, samples: Samples,
     dtype = DTYPES[training.plan.model.dtypes.compute]
     try:
         batches = [
-            to_device(samples.collated(batch), device, dtype) for batch in ([sample], [sample, sample])
+            to_device(samples.collated(batch, 0), device, dtype) for batch in ([sample], [sample, sample])
         ]
     except Exception:  # the same on all devices: the function wants larger batches
         return

@@ -31,8 +31,9 @@ class Engine:
     def prepare(self, make: Callable[[], torch.nn.Module] | None = None, sharding: object = None) -> None:
         """Say which model to train.
 
-        `make` is called without arguments and returns a `torch.nn.Module`. It is called several times: to
-        build the model without memory for its weights, and to give these their first values. `sharding` is
+        `make` is called without arguments and returns a `torch.nn.Module`. It is called several times, and
+        makes a new module each time: to build the model without memory for its weights, and to give these
+        their first values. `sharding` is
         the module's sharding table; without one the module is trained on data axes with any ZeRO stage. Left
         out: the model of the job.
         """
@@ -123,9 +124,10 @@ class Engine:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Values of the program's own, which are saved with each checkpoint: numbers, texts, tensors, and
-        lists and dictionaries of them. Set first values before the loop over `batches`: the values of the
-        checkpoint that the run goes on from replace them when the loop begins. The main worker's are saved.
+        """Values of the program's own, which are saved with each checkpoint: numbers, texts, tensors, numpy
+        arrays, and lists and dictionaries of them. Set first values before the loop over `batches`: the
+        values of the checkpoint that the run goes on from replace them when the loop begins. The main
+        worker's are saved.
         """
         return self._program.state
 

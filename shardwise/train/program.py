@@ -11,7 +11,6 @@ worker starts, in the process that plans (`described`), and again on each worker
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from shardwise.config import Config
 from shardwise.data.batches import Batch
+from shardwise.data.random_numbers import seed_process
 from shardwise.data.samples import MicroBatch, Reader, Reading, Samples, with_positions
 from shardwise.data.streams import Stream
 from shardwise.errors import UserError
@@ -32,6 +32,7 @@ from shardwise.train.check_loss import check_program_loss
 from shardwise.train.program_call import call_program, why_no_batch
 from shardwise.train.program_outputs import export, means_over
 from shardwise.train.program_request import SECOND_LOOP, Request
+from shardwise.train.program_state import check_can_be_saved, from_bytes, to_bytes
 from shardwise.train.program_values import (
     Metrics,
     StepBatch,
@@ -83,6 +84,8 @@ class Program:
         """State of the dataset that was saved with the checkpoint."""
         self._ahead: StepBatch | None = None
         self._finished, self._calls = False, 0
+        self._state_checked = False
+        """Whether the program's values have been checked after a step."""
         self._names: tuple[str, ...] = ()
         """Names of the losses of the step before; none before the first step."""
         self._returned: object = None
@@ -113,7 +116,12 @@ class Program:
         return self.asked.callbacks
 
     def begin(self) -> Request:
-        """Run the program up to its first batch, and return what it has asked for."""
+        """Run the program up to its first batch, and return what it has asked for.
+
+        Generators are seeded first: workers that survived a fault have drawn more random numbers than new
+        ones, and all must make the same dataset.
+        """
+        seed_process(self.config.train.seed)
         self._turns.resume()
         if not self._loop_begun:
             raise UserError(f"{self.address}: {why_no_batch(self._returned)}")
@@ -121,6 +129,7 @@ class Program:
             raise UserError(
                 f"{self.address}: the program has no model; call engine.prepare(...) before its loop"
             )
+        check_can_be_saved("engine.state", self.state)
         return self.asked
 
     def bind(self, training: Training) -> None:
@@ -185,32 +194,33 @@ class Program:
         self._metrics.fill({**done.losses, **numbers, "items": items})
         self._gradients = self._batch = None
         self._resume()
+        if not self._state_checked:  # not with the first save only, which may be a long time later
+            self._check_saved_values()
+            self._state_checked = True
         return self.take_logged()
 
     def saved_state(self) -> Tensor:
         """Return the program's values as bytes."""
-        state_of_data = None
-        if self._samples_reader is not None:
-            state_of_data = self._samples_reader.state_at(self.present().sequences)
         try:
-            saved = _saved({"state": self.state, "data": state_of_data})
+            saved = to_bytes({"state": self.state, "data": self._state_of_dataset()})
         except Exception:
-            values = {f"engine.state[{name!r}]": value for name, value in self.state.items()}
-            for name, value in {**values, "the state_dict() of the dataset": state_of_data}.items():
-                try:
-                    _saved(value)
-                except Exception as error:
-                    raise UserError(
-                        f"{name} is a {type(value).__name__} that cannot be saved: "
-                        f"{str(error).splitlines()[0]}; keep numbers, texts, tensors, and lists and "
-                        "dictionaries of them"
-                    ) from None
+            self._check_saved_values()
             raise
         return torch.frombuffer(bytearray(saved), dtype=torch.uint8)
 
+    def _check_saved_values(self) -> None:
+        """Raise if a value of the program, or of its dataset, cannot be saved."""
+        check_can_be_saved("engine.state", self.state)
+        check_can_be_saved("the state_dict() of the dataset", self._state_of_dataset())
+
+    def _state_of_dataset(self) -> object:
+        """Return the state of the dataset after the samples that the run has seen; None: it has none."""
+        reader = self._samples_reader
+        return None if reader is None else reader.state_at(self.present().sequences)
+
     def load_state(self, saved: Tensor) -> None:
         """Replace the program's values by saved ones."""
-        values = torch.load(io.BytesIO(bytes(saved.numpy())), weights_only=True)
+        values = from_bytes(bytes(saved.numpy()))
         self._state_of_data = values["data"]
         self.state.clear()
         self.state.update(values["state"])
@@ -406,6 +416,7 @@ class Program:
             )
         if not isinstance(samples, Stream) and not samples.count():
             raise UserError("engine.evaluate: the dataset is empty")
+        samples = replace(samples, seed=self.config.train.seed)
         if self.asked.samples is not None:
             samples = replace(samples, sequences=self.asked.samples.sequences)
         elif training.plan.layout.context > 1:
@@ -438,11 +449,3 @@ class Program:
         training = self.present()
         self._agree("engine.export")
         export(training, path)
-
-
-def _saved(value: object) -> bytes:
-    """Return a value as bytes that can be loaded without running code; raise if it is of another kind."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    return buffer.getvalue()

@@ -54,22 +54,30 @@ def _batches_of(training: Training, samples: Samples) -> Iterator[tuple[Any, boo
     have, because all devices make the same number of forwards."""
     parallel, size = training.parallel, training.plan.micro_batch
     dtype = DTYPES[training.plan.model.dtypes.compute]
-    for chunk in samples.chunks(size * training.plan.layout.data_parallel):
-        start = training.mesh.data_index * size
-        values = samples.collated(chunk[start : start + size] or chunk[-1:])
+    of_all, start = size * training.plan.layout.data_parallel, training.mesh.data_index * size
+    for number, chunk in enumerate(samples.chunks(of_all)):
+        values = samples.collated(chunk[start : start + size] or chunk[-1:], number * of_all + start)
         values = to_device(values, training.mesh.device, dtype)
         values = with_positions(values, samples.sequences, parallel.positions, parallel.multiple)
         yield values, start < len(chunk)
 
 
 def state_dict(training: Training) -> dict[str, Any]:
-    """Return the weights and the optimizer's state by name."""
-    parameters = dict(training.parallel.named_parameters())
-    states = training.optimizer.state
+    """Return the weights and buffers, and the optimizer's state, by name. The state of a tied weight is under
+    one of its names."""
+    trained, states = dict(training.parallel.named_parameters()), training.optimizer.state
     return {
-        "model": {**parameters, **dict(training.parallel.named_buffers())},
-        "optimizer": {name: dict(states[each]) for name, each in parameters.items() if each in states},
+        "model": dict(_model_tensors(training)),
+        "optimizer": {name: dict(states[each]) for name, each in trained.items() if each in states},
     }
+
+
+def _model_tensors(training: Training) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's weights and buffers by the names that the plain model's `state_dict` has: a tied
+    weight comes under each of its names."""
+    for part in training.parallel.parts:
+        yield from part.model.named_parameters(remove_duplicate=False)
+    yield from training.parallel.named_buffers()
 
 
 @torch.no_grad()
@@ -77,9 +85,7 @@ def export(training: Training, path: str) -> None:
     """Write whole weights and buffers to a file, on the main rank. Every rank must call this."""
     tensors, mesh = dict[str, Tensor](), training.mesh
     leads_stage = not any(mesh.coordinate(axis) for axis in RANK_AXES if axis != "pipeline")
-    models = [part.model for part in training.parallel.parts]
-    named = [pair for model in models for pair in model.named_parameters(remove_duplicate=False)]
-    for name, tensor in (*named, *training.parallel.named_buffers()):
+    for name, tensor in _model_tensors(training):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if leads_stage:
             tensors[name] = whole.detach().cpu().contiguous().clone()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.config import Config
 from shardwise.config.module_file import PICKLED
+from shardwise.data.random_numbers import generators_restored, seed_process
 from shardwise.errors import UserError
 from shardwise.resilience.user_code import trace_of_user_code
 from shardwise.train.engine import Engine
@@ -27,17 +28,19 @@ EXAMPLE = "train.py:program"
 
 
 def make_program(config: Config) -> Program:
-    """Return the program of a job, which has not begun."""
+    """Return the program of a job, which has not begun. Generators are seeded first, for what the program's
+    file draws at its top."""
     assert config.run.program is not None, "the job has a program"
+    seed_process(config.train.seed)
     function = load_program(config.run.program)
     return Program(config, lambda program: function(Engine(program)))
 
 
 def described(config: Config) -> Config:
     """Return the job with what its program asks for; the job itself if it has no program. This runs the
-    program up to its first batch."""
+    program up to its first batch, in the process of the user, whose random numbers stay as they were."""
     try:
-        with begun(config) as program:
+        with generators_restored(gpus=True), begun(config) as program:
             return config if program is None else program.asked.filled()
     except UserError:
         raise

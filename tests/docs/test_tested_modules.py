@@ -95,7 +95,6 @@ RUN_BY = {
     "data.ownership": "data/test_data_ownership.py",
     "resilience.hangs": "resilience/test_team.py",
     "resilience.user_code": "cli/test_own_module_jobs.py",
-    "models.program_module": "train/test_engine.py",
     "train.program_call": "train/test_engine.py",
     "train.program_request": "train/test_engine.py",
     "train.turns": "train/test_engine.py",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 
 import shardwise as sw
 from shardwise.config import Model
@@ -207,6 +212,43 @@ def makes_our_transformer(engine: sw.Engine) -> None:
     for batch in engine.batches(Tokens(), global_batch=4, steps=STEPS):
         engine.forward_backward(sw.next_token_loss, batch)
         engine.optim_step()
+
+
+def splits_at_random(engine: sw.Engine) -> None:
+    """Draws its data before its loop."""
+    engine.prepare(Net)
+    train, _ = random_split(Points(), [80, 20])  # type: ignore[arg-type,var-annotated]
+    engine.state["drawn"] = [*train.indices, random.random(), np.random.rand()]
+    for batch in engine.batches(train, global_batch=BATCH, steps=160):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        engine.log(mean=float(np.mean(train.indices)))
+
+
+class Noisy(Points):
+    """Adds noise to its samples."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        point = super().__getitem__(index)
+        noise = torch.randn(8) * random.random() + float(np.random.rand())
+        return {**point, "x": point["x"] + noise}
+
+
+def adds_noise(engine: sw.Engine) -> None:
+    engine.prepare(Net, sharding=TABLE)
+    for batch in engine.batches(Noisy(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+    engine.log(evaluated=engine.evaluate(loss, Noisy(31))["loss"])
+
+
+ACTIVATION = nn.GELU()
+
+
+def copies_a_model(engine: sw.Engine) -> None:
+    """Its model is a copy of one that exists, with an activation that all copies share."""
+    net = Net()
+    plainly(engine, lambda: nn.Sequential(copy.deepcopy(net), ACTIVATION))
 
 
 # Mistakes
@@ -466,6 +508,41 @@ class Unused(Net):
         self.norm2 = nn.LayerNorm(3)
 
 
+def returns_what_is_outside(engine: sw.Engine) -> None:
+    plainly(engine, lambda: OUTSIDE)
+
+
+def returns_what_it_has_built(engine: sw.Engine) -> None:
+    net = Net()
+    plainly(engine, lambda: net)
+
+
+def returns_from_a_cache(engine: sw.Engine) -> None:
+    plainly(engine, cache(Net))
+
+
+class WithHead(nn.Module):
+    """A head on a base that it is given."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.head = base, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+
+def wraps_what_is_outside(engine: sw.Engine) -> None:
+    base = Net().requires_grad_(False)
+    plainly(engine, lambda: WithHead(base))
+
+
+def shares_a_weight(engine: sw.Engine) -> None:
+    """A shallow copy has the weights of its original."""
+    layer = nn.Linear(8, 3)
+    plainly(engine, lambda: nn.Sequential(copy.copy(layer)))
+
+
 def leaves_a_weight_out(engine: sw.Engine) -> None:
     engine.prepare(Unused)
     for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
@@ -603,6 +680,14 @@ def has_samples_in_a_generator(engine: sw.Engine) -> None:
 def keeps_a_module_in_state(engine: sw.Engine) -> None:
     engine.state["net"] = Net()
     trains(engine)
+
+
+def keeps_a_date_in_state(engine: sw.Engine) -> None:
+    engine.prepare(Net)
+    for batch in engine.batches(Points(), global_batch=BATCH, steps=STEPS):
+        engine.forward_backward(loss, batch)
+        engine.optim_step()
+        engine.state["best"] = [np.mean([0.5]), {"when": date(2026, 1, 1)}]
 
 
 def goes_on_after_the_end(engine: sw.Engine) -> None:

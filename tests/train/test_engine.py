@@ -6,14 +6,17 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +34,7 @@ from shardwise.config.read import from_tables
 from shardwise.data.samples import Samples
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
+from shardwise.models import build_program_module, use_factory, weights_without_memory
 from shardwise.optimizers import from_table
 from shardwise.plans import choose
 from shardwise.train.build import Training, build
@@ -39,7 +43,8 @@ from shardwise.train.engine import Engine
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.program import Program
 from shardwise.train.program_outputs import state_dict
-from shardwise.train.program_source import described, make_program
+from shardwise.train.program_source import described, load_program, make_program
+from shardwise.train.program_state import check_can_be_saved, from_bytes, to_bytes
 from shardwise.train.program_values import check_names_of_losses
 from shardwise.train.steps import StepRecord, steps
 
@@ -338,6 +343,17 @@ MISTAKES = {
     "groups_a_frozen_weight": "'teacher.\\*' matches frozen weights only",
     "fails_at_once": "the program failed before its first batch:.*KeyError: 'data'",
     "evaluates_nothing": "engine.evaluate: the dataset is empty",
+    "returns_what_is_outside": "engine.prepare: the Net that the function returned is that of an earlier "
+    "call.*build it inside of the function, or return copy.deepcopy",
+    "returns_what_it_has_built": "the Net that the function returned is that of an earlier call",
+    "returns_from_a_cache": "the Net that the function returned is that of an earlier call",
+    "wraps_what_is_outside": r"engine.prepare: base \(Net\) of the WithHead that the function returned is "
+    "that of an earlier call.*or put copy.deepcopy",
+    "shares_a_weight": "the weight 0.weight of the Sequential that the function returned is that of an",
+    "keeps_a_module_in_state": r"engine.state\['net'\] is a Net, which a checkpoint cannot hold; keep what "
+    r"its state_dict\(\) returns",
+    "keeps_a_date_in_state": r"engine.state\['best'\]\[1\]\['when'\] is a date, which a checkpoint cannot "
+    "hold; keep numbers, texts, tensors",
     "goes_on_after_the_end": "engine.forward_backward got a batch of another step",
     "prepares_twice": "engine.prepare was called twice; several models are one module with several parts",
     "chooses_two_optimizers": "engine.optimizer was called twice; .*groups={'encoder",
@@ -505,11 +521,101 @@ def test_a_loss_may_use_gradients(layout: dict[str, int]) -> None:
     assert proof.passes, proof
 
 
-def test_a_state_that_cannot_be_saved_is_refused_with_the_first_save(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"engine.state\['.*'\] is a \w+ that cannot be saved: .*keep numbers, texts, tensors"
-    ):
-        sw.launch(f"{PROGRAMS}:keeps_a_module_in_state", run=folder_in(tmp_path))
+def test_a_model_that_was_built_outside_is_refused_before_anything_happens_to_it() -> None:
+    net = Net()
+    before = {name: weight.clone() for name, weight in net.state_dict().items()}
+    use_factory(lambda: net)
+    with weights_without_memory():
+        build_program_module()
+    with weights_without_memory(), pytest.raises(UserError, match="is that of an earlier call"):
+        build_program_module()
+    for name, weight in net.state_dict().items():
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
+
+
+def test_a_model_may_be_a_copy_and_share_what_has_no_weights() -> None:
+    done, _ = trained(ALONE, tables_of("copies_a_model", train={"precision": "float32"}))
+    assert len(done) == STEPS
+
+
+def test_what_a_program_draws_before_its_loop_is_the_same_each_time_it_is_entered() -> None:
+    """A worker that survived a fault has drawn more than a new one."""
+    config, drawn = from_tables(tables_of("splits_at_random")), []
+    for _ in range(2):
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        program = make_program(config)
+        program.begin()
+        drawn.append(program.state["drawn"])
+        program.leave()
+    assert drawn[0] == drawn[1]
+
+
+def test_a_program_that_is_described_leaves_the_random_numbers_of_its_process_alone() -> None:
+    before = random.getstate(), torch.get_rng_state().tolist()
+    described(from_tables(tables_of("splits_at_random")))
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+@pytest.mark.full
+def test_a_split_at_random_is_the_same_on_all_workers_after_a_kill(tmp_path: Path) -> None:
+    drill = sw.drill(
+        f"{PROGRAMS}:splits_at_random",
+        faults="kill",
+        count=1,
+        workers=2,
+        layout={"data": 2},
+        checkpoint={"every": 7},
+        run=folder_in(tmp_path),
+    )
+    assert drill.passes, drill
+
+
+def test_random_augmentation_is_the_same_on_every_layout(ranks: Any) -> None:
+    expected, _ = trained(ALONE, tables_of("adds_noise", train={"micro_batch": 2}))
+    for layout in ({"data": 2, "zero": 3}, {"tensor": 2, "data": 1}):
+        done, _ = ranks(2).run(trained, tables_of("adds_noise", layout=layout))[0]
+        assert [step.loss for step in done] == pytest.approx([step.loss for step in expected], rel=1e-11)
+
+
+def test_numbers_and_arrays_of_numpy_are_saved_and_come_back_as_such() -> None:
+    shared = [1, 2]
+    state = {
+        "mean": np.mean([0.25, 0.5]),
+        "flag": np.bool_(True),
+        "counts": np.arange(6, dtype=np.int32).reshape(2, 3).T,
+        "nested": OrderedDict(a=(np.float32(0.5), None, b"x", {1, 2}), b=shared, c=shared),
+        "weights": torch.arange(3.0),
+        "complex": 1j,
+    }
+    found = from_bytes(to_bytes(state))
+    for name in ("mean", "flag"):
+        assert type(found[name]) is type(state[name])
+        assert found[name] == state[name]
+    assert found["counts"].dtype == np.int32
+    np.testing.assert_array_equal(found["counts"], state["counts"])
+    found["counts"] += 1  # it can be written to
+    assert type(found["nested"]["a"][0]) is np.float32
+    assert found["nested"] == state["nested"]
+    assert found["nested"]["b"] is found["nested"]["c"]
+    assert torch.equal(found["weights"], state["weights"])  # type: ignore[arg-type]
+    check_can_be_saved("engine.state", state)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"names": np.array(["a"])}, r"s\['names'\] is a numpy ndarray.* of the dtype <U1; keep a list"),
+        ([np.str_("a")], r"s\[0\] is a numpy str_, .*keep the number or text of Python that its item\(\)"),
+        ({(1, Path("x")): 1}, r"the key \(1, .*\) of s\[1\] is a P\w+Path, which a checkpoint cannot hold"),
+        (len, "s is a builtin_function_or_method, which a checkpoint cannot hold; keep numbers, texts"),
+    ],
+)
+def test_a_value_that_cannot_be_saved_is_named(value: object, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        check_can_be_saved("s", value)
+    assert "Weights only" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -638,6 +744,50 @@ def test_a_tied_weight_leaves_under_each_of_its_names(ranks: Any, tmp_path: Path
     model = Tied().double()
     model.load_state_dict(load_file(path))
     assert model.outer.weight is model.inner.weight
+
+
+def names_taken(worker: Worker, tables: Tables) -> tuple[set[str], bool]:
+    """The names that a program takes from its model, and whether the tied ones are the same tensor."""
+    training, _ = begin(worker, tables)
+    taken = state_dict(training)["model"]
+    return set(taken), taken["outer.weight"] is taken["inner.weight"]
+
+
+def test_a_tied_weight_is_in_the_state_dict_under_each_of_its_names(ranks: Any) -> None:
+    """A plain model can therefore load what `torch.distributed.checkpoint` has saved."""
+    for names, are_one in ranks(2).run(names_taken, tables_of("ties_weights", layout={"data": 2, "zero": 3})):
+        assert names == set(Tied().state_dict())
+        assert are_one
+
+
+def test_a_program_in_a_package_may_import_relatively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    inner = tmp_path / "pkg_of_programs" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    (inner.parent / "rate.py").write_text("RATE = 0.5")
+    (inner / "beside.py").write_text("BESIDE = 2")
+    (inner / "train.py").write_text(
+        "from ..rate import RATE\nfrom beside import BESIDE\n\n\n"
+        "def program(engine):\n    return RATE, BESIDE\n"
+    )
+    function = load_program(f"{inner / 'train.py'}:program")
+    assert function(None) == (0.5, 2)  # type: ignore[arg-type]
+    assert function.__module__ == "pkg_of_programs.inner.train"
+
+
+def test_a_program_in_a_folder_with_the_name_of_a_package_of_python_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "json"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise AssertionError")
+    (folder / "train.py").write_text("def program(engine):\n    return 1\n")
+    assert load_program(f"{folder / 'train.py'}:program")(None) == 1  # type: ignore[arg-type]
 
 
 def test_axes_that_a_program_cannot_use_are_refused(tmp_path: Path) -> None:
