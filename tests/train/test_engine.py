@@ -558,20 +558,6 @@ def test_a_program_that_is_described_leaves_the_random_numbers_of_its_process_al
     assert (random.getstate(), torch.get_rng_state().tolist()) == before
 
 
-@pytest.mark.full
-def test_a_split_at_random_is_the_same_on_all_workers_after_a_kill(tmp_path: Path) -> None:
-    drill = sw.drill(
-        f"{PROGRAMS}:splits_at_random",
-        faults="kill",
-        count=1,
-        workers=2,
-        layout={"data": 2},
-        checkpoint={"every": 7},
-        run=folder_in(tmp_path),
-    )
-    assert drill.passes, drill
-
-
 def test_random_augmentation_is_the_same_on_every_layout(ranks: Any) -> None:
     expected, _ = trained(ALONE, tables_of("adds_noise", train={"micro_batch": 2}))
     for layout in ({"data": 2, "zero": 3}, {"tensor": 2, "data": 1}):
