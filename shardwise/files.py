@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from shardwise.errors import Unreadable, UserError, printable, shown
 
@@ -175,7 +176,15 @@ def _as(schema: Any, validate: Callable[[TypeAdapter[T]], T], source: str | Path
 
 def first_problem(error: ValidationError) -> str:
     """Return pydantic's first problem as text: the key, its value, and what is wrong with it."""
-    detail = error.errors(include_url=False)[0]
+    return problems_of(error)[0]
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """Return all problems that pydantic found, as texts: the key, its value, and what is wrong with it."""
+    return [_problem(detail) for detail in error.errors(include_url=False)]
+
+
+def _problem(detail: ErrorDetails) -> str:
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"])
     key = "".join(parts).lstrip(".")
     value = "" if detail["type"] == "missing" else f"{' = ' if key else ''}{shown(detail['input'])}"

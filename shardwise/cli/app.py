@@ -20,6 +20,7 @@ from shardwise.cli.new import new
 from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
 from shardwise.cli.report import report
+from shardwise.cli.submit import submit
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.version import __version__
@@ -62,7 +63,7 @@ app.command(name="run", cls=JobCommand, help="Train a program, file.py:function:
 )
 app.command()(report)
 app.command()(generate)
-for command in (plan, verify, drill):
+for command in (plan, verify, drill, submit):
     app.command(cls=JobCommand)(command)
 app.command()(probe)
 app.command()(doctor)

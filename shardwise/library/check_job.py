@@ -41,6 +41,26 @@ def checks_of_proof() -> Sequence[Check]:
     return [_torch, _device, _data, _module, _program, float8_problems]
 
 
+def checks_of_submission(
+    counts_of: Callable[[Config], WorkerCounts | None], problems_of: Callable[[Config], Iterator[str]]
+) -> Sequence[Check]:
+    """Return the checks of a job that other machines train: those that need neither the devices nor the
+    memory of this one. `counts_of` returns the numbers of workers if they are known, and `problems_of` yields
+    why the job cannot be submitted."""
+    return [
+        *(_data, _module, _program, float8_problems, weights_problems, _extras, _resume, _folders),
+        lambda sections: _worker_counts(sections, counts_of, here=False),
+        lambda sections: _of_complete(sections, problems_of),
+    ]
+
+
+def _of_complete(sections: Sections, problems_of: Callable[[Config], Iterator[str]]) -> Iterator[str]:
+    from shardwise.config import complete_config
+
+    if config := complete_config(sections):
+        yield from problems_of(config)
+
+
 def _torch(sections: Sections) -> Iterator[str]:
     from shardwise.library.torch_version import torch_problem
 
@@ -177,9 +197,11 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
         yield str(error) if str(error).startswith(setting) else f"{setting} = {folder!r}: {error}"
 
 
-def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCounts]) -> Iterator[str]:
-    """Check that the layout is possible on this number of devices and fits in their memory. If the planner
-    chooses the layout, check that any is possible."""
+def _worker_counts(
+    sections: Sections, counts_of: Callable[[Config], WorkerCounts | None], here: bool = True
+) -> Iterator[str]:
+    """Check that the layout is possible on this number of devices and, if they are `here`, fits in their
+    memory. If the planner chooses the layout, check that any is possible."""
     from shardwise.config import complete_config, layout_is_possible
     from shardwise.drivers.registry import driver_of
     from shardwise.mesh import device_memory
@@ -188,7 +210,8 @@ def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCount
 
     if (config := complete_config(sections)) is None or config.layout.data == 0:
         return
-    counts = counts_of(config)
+    if (counts := counts_of(config)) is None:
+        return
     if not layout_is_possible(config.model, config.data, config.train, config.layout):
         return  # `read` reports it, and the values that work
     named = config.cluster.preset is not None or config.cluster.file is not None
@@ -196,7 +219,7 @@ def _worker_counts(sections: Sections, counts_of: Callable[[Config], WorkerCount
     if plain and left_to_the_planner(config, counts.most, cluster_is_named=named):
         yield from _no_layout(config, counts)
     elif plain:
-        choose(config, counts.most, device_memory(counts.here, config.run.device))
+        choose(config, counts.most, device_memory(counts.here, config.run.device) if here else None)
 
 
 def _no_layout(config: Config, counts: WorkerCounts) -> Iterator[str]:

@@ -42,7 +42,7 @@ def start(
         with _holding(config) if launch.rank == 0 else nullcontext():
             return _be_worker(config, launch)
     node = launch if isinstance(launch, Node) else None
-    checks = checks_of_run(lambda config: _worker_counts(config, node, workers, limits))
+    checks = checks_of_run(lambda config: worker_counts(config, node, workers, limits))
     config = with_program(read(job, overrides, workers or limits[1], checks))
     return _start(config, node, workers, limits)
 
@@ -94,7 +94,7 @@ def _check_data(config: Config) -> str:
     return dataset.content
 
 
-def _worker_counts(config: Config, node: Node | None, workers: int | None, limits: Limits) -> WorkerCounts:
+def worker_counts(config: Config, node: Node | None, workers: int | None, limits: Limits) -> WorkerCounts:
     """Return how many workers take part, or raise an error if the numbers asked for are impossible."""
     from shardwise.drivers.driver import WorkerCounts
     from shardwise.drivers.registry import driver_of
@@ -152,7 +152,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     to_resume(resume_of(config))
     driver, nodes = driver_of(config), node.nodes if node else 1
     leads = node is None or node.node_rank == 0
-    config, counts = driver.processes(config, _worker_counts(config, node, workers, limits), first_host=leads)
+    config, counts = driver.processes(config, worker_counts(config, node, workers, limits), first_host=leads)
     slots, bounds = counts.here, Bounds(counts.least, counts.most)
     check_limits(slots)
     _warn(config, slots)

@@ -215,7 +215,16 @@ def worker_environment(workers: int) -> dict[str, str]:
 
 def cache_folder() -> Path:
     """Return the folder in which this user's programs keep files that they can create again (XDG)."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def config_folder() -> Path:
+    """Return the folder in which this user keeps settings of shardwise (XDG)."""
+    return _user_folder("XDG_CONFIG_HOME", ".config")
+
+
+def _user_folder(variable: str, default: str) -> Path:
+    given = os.environ.get(variable, "")
     # The XDG specification says that a relative path must be ignored.
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    base = Path(given) if Path(given).is_absolute() else Path.home() / default
     return base / "shardwise"

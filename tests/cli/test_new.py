@@ -24,7 +24,7 @@ from shardwise.command_name import command_name
 from shardwise.config import read
 from shardwise.config.json_schema import job_schema
 from shardwise.errors import UserError
-from shardwise.library.start import _worker_counts
+from shardwise.library.start import worker_counts
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -109,7 +109,7 @@ def test_a_job_to_begin_with_uses_all_gpus_of_the_machine_and_without_any_its_cp
         monkeypatch.chdir("demo")
     config = read("demo.toml" if job != "examples" else ROOT / "examples/quickstart.toml")
     first_steps = job in (Template.QUICKSTART, "examples")
-    assert _worker_counts(config, None, None, (None, None)).here == (gpus or (2 if first_steps else 1))
+    assert worker_counts(config, None, None, (None, None)).here == (gpus or (2 if first_steps else 1))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_without_gpus_a_data_axis_that_is_asked_for_has_two_workers_where_no_oth
 ) -> None:
     monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
     config = read(ROOT / "examples/quickstart.toml", words)
-    assert _worker_counts(config, None, None, (None, None)).here == workers
+    assert worker_counts(config, None, None, (None, None)).here == workers
 
 
 def test_a_folder_that_is_there_is_left_as_it_is(shardwise: Shardwise, tmp_path: Path) -> None:

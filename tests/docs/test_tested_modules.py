@@ -25,6 +25,7 @@ RUN_BY = {
     "cli.plan_goals": "cli/test_plan_command.py",
     "library.program_address": "train/test_engine.py",
     "library.plan_job": "cli/test_plan_command.py",
+    "library.submit_job": "cli/test_submit_command.py",
     "library.progress": "cli/test_words.py",
     "cli.templates.own-module.model": "cli/test_new.py",
     "lazy": "cli/test_start.py",
