@@ -48,6 +48,7 @@ def whole_weights_summed_twice(replace: Replace) -> None:
 
 def copies_not_summed(replace: Replace) -> None:
     def reduce(self: GradientSum, bucket: Any) -> torch.futures.Future[Tensor]:
+        self._summed.update(bucket.parameters())  # as if they were
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
